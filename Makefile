@@ -1,0 +1,46 @@
+# Everything runs from .venv, which the first target that needs it creates.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+STAMP   = $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint types ui bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## create .venv, install pinned dependencies and build the C kernels
+
+$(STAMP): constraints.txt pyproject.toml setup.py $(wildcard kernels/csrc/*.c kernels/csrc/*.h)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -c "from numem.kernels import native; print('kernels:', native.isa() if native.available() else 'torch (no C compiler found)')"
+	@touch $(STAMP)
+
+demo: setup  ## fetch the real model and run the main job on examples/prompts.jsonl
+	$(BIN)/numem demo
+
+test: lint types  ## lint, types and the test suite (under 15 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint types  ## the same with the slow tests
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+ui: setup  ## browse runs, lineage and checks at http://127.0.0.1:3000
+	$(BIN)/numem ui
+
+bench: setup  ## run all measurements and write docs/benchmarks.md
+	$(BIN)/numem bench all --write docs/benchmarks.md
+
+clean:  ## remove the virtual environment and build products
+	rm -rf $(VENV) build dist *.egg-info kernels/*.so

@@ -1,0 +1,35 @@
+"""Build of the optional C kernels; everything else is in pyproject.toml.
+
+Without a compiler the extension is left out and the torch kernels run under their own numeric policy.
+"""
+
+from setuptools import Extension, setup
+
+# -ffp-contract=off with explicit fma: a product and a sum are fused only where the source says so, so that the three
+# instruction-set builds of one source produce the same bits.
+FLAGS = ["-O3", "-fvisibility=hidden", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
+
+setup(
+    ext_modules=[
+        Extension(
+            "numem.kernels._native",
+            sources=[
+                "kernels/csrc/module.c",
+                "kernels/csrc/moves.c",
+                "kernels/csrc/pool.c",
+                "kernels/csrc/portable.c",
+                "kernels/csrc/avx2.c",
+                "kernels/csrc/avx512.c",
+            ],
+            depends=[
+                "kernels/csrc/kernels.inc.c",
+                "kernels/csrc/vec.h",
+                "kernels/csrc/api.h",
+                "kernels/csrc/moves.h",
+            ],
+            extra_compile_args=FLAGS,
+            libraries=["m", "pthread"],
+            optional=True,
+        )
+    ]
+)
