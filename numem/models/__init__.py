@@ -1,0 +1,1 @@
+"""Models: descriptors, checkpoint reading, importers, hub, registry, tokenizers, and the decoder."""
