@@ -1,0 +1,1 @@
+"""C sources of the CPU kernels; built into `numem.kernels._native`."""

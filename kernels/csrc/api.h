@@ -1,0 +1,79 @@
+/* Interface between the dispatcher (module.c) and the three builds of kernels.inc.c.
+ *
+ * Activations are float32 rows (row strides in elements). Weights and pages are float32 or bfloat16 (`bf16` != 0),
+ * bfloat16 being widened exactly before use. Every build computes the same bits: sums run in an order fixed by the
+ * data's shape alone, and products and sums are fused only where the source says so.
+ */
+#ifndef NUMEM_API_H
+#define NUMEM_API_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define NM_ABI 1      /* raised with every change of an exported function; native.py checks it */
+#define NM_PAGE 16    /* tokens of a page */
+#define NM_PANEL 32   /* weight columns of a panel */
+#define NM_SPLIT 512  /* keys of an attention split, at absolute multiples */
+
+/* A packed weight matrix [n, k]: panels of 32 columns, [ceil(n/32)][k][32], the last one padded with zeros. */
+typedef struct {
+    const void *panels;
+    const float *bias; /* [n] or NULL */
+    int64_t n;
+    int64_t k;
+    int64_t bf16;
+} nm_matrix;
+
+/* Arguments of paged attention; see numem/kernels/attention.py for the shapes. */
+typedef struct {
+    const float *q;
+    int64_t q_stride;
+    const void *k_pages; /* [pages, kv_heads, head_dim, 16] */
+    const void *v_pages; /* [pages, kv_heads, 16, head_dim] */
+    int64_t pages;
+    const int32_t *tables; /* [lanes, table_width] */
+    int64_t lanes;
+    int64_t table_width;
+    const int32_t *row_lane;  /* [rows] */
+    const int64_t *positions; /* [rows]; < 0: an idle row */
+    float *out;
+    int64_t out_stride;
+    int64_t rows;
+    int64_t heads;
+    int64_t kv_heads;
+    int64_t head_dim;
+    int64_t window; /* 0: none */
+    int64_t bf16;
+    float scale;
+} nm_attention;
+
+typedef struct {
+    void (*linear)(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual, int64_t r_stride,
+                   float *out, int64_t o_stride, int64_t rows);
+    void (*rms_norm)(const float *x, int64_t x_stride, const float *weight, float eps, float offset, float *out,
+                     int64_t o_stride, int64_t rows, int64_t width);
+    void (*silu_mul)(const float *gate_up, float *out, int64_t rows, int64_t inner);
+    void (*exp)(const float *x, float *out, int64_t n);
+    void (*rope_write)(float *qkv, int64_t stride, const float *cos, const float *sin, const int64_t *positions,
+                       const int64_t *slots, void *k_pages, void *v_pages, int64_t rows, int64_t heads,
+                       int64_t kv_heads, int64_t head_dim, int64_t bf16);
+    void (*attention)(const nm_attention *a, int *failed); /* failed: set when there is no memory for scratch */
+} nm_table;
+
+extern const nm_table nm_table_portable;
+#if defined(__x86_64__) || defined(_M_X64)
+extern const nm_table nm_table_avx2;
+extern const nm_table nm_table_avx512;
+#endif
+
+/* Runs body(context, i) for each i in [0, items) on at most `threads` threads, the caller among them (pool.c). */
+typedef void (*nm_body)(const void *context, int64_t item);
+void nm_for(int64_t items, int64_t threads, nm_body body, const void *context);
+void nm_set_thread_count(int64_t n);
+int64_t nm_threads(void);
+
+/* Scratch of the calling thread, 64-byte aligned, grown as needed and kept until the thread ends; slots 0..3 are
+ * independent. NULL: out of memory. */
+void *nm_scratch(int slot, size_t bytes);
+
+#endif

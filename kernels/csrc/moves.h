@@ -1,0 +1,18 @@
+#ifndef NUMEM_MOVES_H
+#define NUMEM_MOVES_H
+
+#include "api.h"
+
+/* Packs a row-major weight [n, k] of 2- or 4-byte elements into panels. */
+void nm_pack_panels(const void *weight, void *panels, int64_t n, int64_t k, int64_t element);
+
+/* Rows `ids` of a packed matrix as float32 [count, k]; returns 1 + the index of a bad id, or 0. */
+int64_t nm_unpack_rows(const nm_matrix *w, const int64_t *ids, float *out, int64_t count);
+
+/* Token rows start .. start + n of a route between a payload and the page pools, all layers. Returns 0; 1 + the route
+ * index of a page outside the pool; -1: the route is too short. Nothing is written unless 0 is returned. */
+int64_t nm_move_rows(void *payload, void *k_pool, void *v_pool, const int32_t *route, int64_t route_pages,
+                     int64_t layers, int64_t pool_pages, int64_t kv_heads, int64_t head_dim, int64_t start, int64_t n,
+                     int64_t element, int64_t gather);
+
+#endif

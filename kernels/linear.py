@@ -1,0 +1,143 @@
+"""Linear layers on weights packed for the CPU.
+
+Native: each output is a fused-multiply-add chain over k, cut at multiples of 64 into segments that each start from +0
+and are added in order, then + bias, then + residual, each rounded; the bits of a row depend neither on the other rows nor
+on threads nor on the instruction set. Segments, because the rounding error of one chain over 1,536 steps exceeds that of
+blocked products several times.
+Reference: `F.linear` in fixed tiles of 16 rows, whose rows do not depend on their companions either.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from numem.errors import InputError
+from numem.kernels import native
+
+_linear = native.function("nm_linear")
+_rows = native.function("nm_rows")
+_pack = native.function("nm_pack")
+
+_TILE = 16  # rows of a reference tile
+_HUGE = 2 << 20  # bytes of a huge page
+
+
+class PackedLinear:
+    """A weight matrix [N, K] (float32 or bfloat16, stored as such) and an optional bias [N] (kept as float32).
+
+    Natively the weight is copied into panels of 32 columns, [ceil(N / 32)][K][32], the last one padded with zeros;
+    the given tensor is not kept. The choice between panels and reference is made here, at construction.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        if weight.ndim != 2 or weight.dtype not in (torch.float32, torch.bfloat16) or 0 in weight.shape:
+            raise InputError(f"linear: weight {tuple(weight.shape)} {weight.dtype} is not a float32 or bfloat16 matrix")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise InputError(f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        # a copy, so that a caller's tensor (or mapped file) is never aliased
+        self.bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
+        self._matrix: native.Matrix | None = None
+        if native.active:
+            self._panels = _packed(weight.detach().contiguous())
+            self._matrix = native.Matrix(
+                self._panels.data_ptr(),
+                None if self.bias is None else self.bias.data_ptr(),
+                self.out_features,
+                self.in_features,
+                int(self.dtype is torch.bfloat16),
+            )
+            self._handle = ctypes.addressof(self._matrix)
+        else:
+            self._panels = weight.detach().to(torch.float32, copy=True).contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: the panels (or the reference's float32 weight) and the bias."""
+        return self._panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """`x @ weight.T (+ bias) (+ residual)`.
+
+        Args:
+            x: float32 [M, K], rows contiguous.
+            out: float32 [M, N] to write, rows contiguous; may be `residual` itself, must not overlap `x`.
+            residual: float32 [M, N], added last.
+        """
+        rows, width = x.shape
+        if width != self.in_features or x.dtype is not torch.float32 or x.stride(1) != 1 or not x.is_cpu:
+            raise InputError(
+                f"linear: input {tuple(x.shape)} {x.dtype} must be float32 [rows, {self.in_features}] on the CPU "
+                "with contiguous rows"
+            )
+        if out is None:
+            out = torch.empty((rows, self.out_features), dtype=torch.float32)
+        else:
+            self._check(out, rows, "output")
+        if residual is not None:
+            self._check(residual, rows, "residual")
+        if self._matrix is None:
+            return self._reference(x, out, residual)
+        _linear(
+            self._handle,
+            x.data_ptr(),
+            x.stride(0),
+            None if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+            rows,
+        )
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` (int64 [M]) of the weight as float32 [M, K]: the embedding of a tied head."""
+        if ids.ndim != 1 or ids.dtype is not torch.int64 or not ids.is_cpu:
+            raise InputError(f"linear: row ids {tuple(ids.shape)} {ids.dtype} must be an int64 vector on the CPU")
+        ids = ids.contiguous()
+        if self._matrix is None:
+            bad = ((ids < 0) | (ids >= self.out_features)).nonzero()
+            if len(bad):
+                raise self._bad_row(ids, int(bad[0]))
+            return self._panels[ids]
+        out = torch.empty((len(ids), self.in_features), dtype=torch.float32)
+        code = _rows(self._handle, ids.data_ptr(), out.data_ptr(), len(ids))
+        if code:
+            raise self._bad_row(ids, code - 1)
+        return out
+
+    def _bad_row(self, ids: Tensor, at: int) -> InputError:
+        return InputError(f"linear: row id {int(ids[at])} is outside [0, {self.out_features})")
+
+    def _check(self, tensor: Tensor, rows: int, what: str) -> None:
+        if (
+            tensor.shape != (rows, self.out_features)
+            or tensor.dtype is not torch.float32
+            or tensor.stride(1) != 1
+            or not tensor.is_cpu
+        ):
+            raise InputError(
+                f"linear: {what} {tuple(tensor.shape)} {tensor.dtype} must be float32 [{rows}, {self.out_features}] "
+                "on the CPU with contiguous rows"
+            )
+
+    def _reference(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Tensor:
+        for start in range(0, len(x), _TILE):
+            stop = min(start + _TILE, len(x))
+            tile = torch.zeros((_TILE, self.in_features), dtype=torch.float32)
+            tile[: stop - start] = x[start:stop]
+            y = torch.nn.functional.linear(tile, self._panels)[: stop - start]
+            if self.bias is not None:
+                y = y + self.bias
+            out[start:stop] = y if residual is None else y + residual[start:stop]
+        return out
+
+
+def _packed(weight: Tensor) -> Tensor:
+    n, k = weight.shape
+    panels = -(-n // native.PANEL)
+    out = torch.empty((panels, k, native.PANEL), dtype=weight.dtype)
+    _pack(weight.data_ptr(), out.data_ptr(), n, k, weight.element_size())
+    return out

@@ -1,0 +1,158 @@
+"""The compiled kernels: loading, choice of instruction set, threads.
+
+The extension `numem.kernels._native` is one shared object with three builds of the same kernels. Its functions are
+called through ctypes, which releases the interpreter lock. When it is missing, every kernel runs its torch reference
+under another numeric policy (`numem.kernels.policy`).
+"""
+
+import ctypes
+import importlib.machinery
+from collections.abc import Callable
+from pathlib import Path
+
+# torch comes first: the extension then shares its OpenMP runtime instead of bringing a second pool of threads.
+import torch
+
+from numem.errors import InputError, ModelError
+
+PAGE = 16  # tokens of a page
+PANEL = 32  # weight columns of a panel
+SPLIT = 512  # keys of an attention split, at absolute multiples
+
+_ABI = 1
+_ISAS = ("portable", "avx2", "avx512")
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "nm_abi": (_I, []),
+    "nm_isas": (_I, []),
+    "nm_use": (_I, [_I]),
+    "nm_set_threads": (None, [_I]),
+    "nm_pack": (None, [_P, _P, _I, _I, _I]),
+    "nm_rows": (_I, [_P, _P, _P, _I]),
+    "nm_linear": (None, [_P, _P, _I, _P, _I, _P, _I, _I]),
+    "nm_rms_norm": (None, [_P, _I, _P, _F, _F, _P, _I, _I, _I]),
+    "nm_silu_mul": (None, [_P, _P, _I, _I]),
+    "nm_exp": (None, [_P, _P, _I]),
+    "nm_rope_write": (_I, [_P, _I, _P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I]),
+    "nm_paged_attention": (_I, [_P]),
+    "nm_move": (_I, [_P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _I, _I]),
+}
+
+
+class Matrix(ctypes.Structure):
+    """`nm_matrix`: a packed weight matrix; the memory belongs to the caller."""
+
+    _fields_ = [("panels", _P), ("bias", _P), ("n", _I), ("k", _I), ("bf16", _I)]
+
+
+class Attention(ctypes.Structure):
+    """`nm_attention`: arguments of paged attention."""
+
+    _fields_ = [
+        ("q", _P),
+        ("q_stride", _I),
+        ("k_pages", _P),
+        ("v_pages", _P),
+        ("pages", _I),
+        ("tables", _P),
+        ("lanes", _I),
+        ("table_width", _I),
+        ("row_lane", _P),
+        ("positions", _P),
+        ("out", _P),
+        ("out_stride", _I),
+        ("rows", _I),
+        ("heads", _I),
+        ("kv_heads", _I),
+        ("head_dim", _I),
+        ("window", _I),
+        ("bf16", _I),
+        ("scale", _F),
+    ]
+
+
+def _load() -> ctypes.CDLL | None:
+    here = Path(__file__).resolve().parent
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = here / f"_native{suffix}"
+        if not path.is_file():
+            continue
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name, None)
+            if function is None:
+                raise ModelError(f"{path} lacks {name}: rebuild it with `python setup.py build_ext --inplace`")
+            function.restype, function.argtypes = result, arguments
+        if library.nm_abi() != _ABI:
+            raise ModelError(f"{path} is of another version: rebuild it with `python setup.py build_ext --inplace`")
+        return library
+    return None
+
+
+_library = _load()
+_isa = "torch"
+_threads = 1
+
+# Whether calls go to the extension; read by every kernel, set by `use`.
+active = False
+
+
+def function(name: str) -> Callable[..., int]:
+    """An exported function; one that always fails when the extension is missing (then `active` is False)."""
+    if _library is None:
+
+        def missing(*arguments: object) -> int:
+            raise ModelError(f"{name}: the extension numem.kernels._native is not built")
+
+        return missing
+    found: Callable[..., int] = getattr(_library, name)
+    return found
+
+
+def available() -> bool:
+    """Whether the extension is built and loaded."""
+    return _library is not None
+
+
+def isas() -> list[str]:
+    """Instruction sets this machine can run, fastest first; empty when the extension is missing."""
+    if _library is None:
+        return []
+    mask = int(_library.nm_isas())
+    return [name for i, name in reversed(list(enumerate(_ISAS))) if mask >> i & 1]
+
+
+def isa() -> str:
+    """Instruction set in use; "torch" when the references run."""
+    return _isa
+
+
+def use(name: str) -> None:
+    """Select an instruction set of `isas()`, or "torch" for the references; for tests, no calls may be running."""
+    global _isa, active
+    if name != "torch":
+        if name not in isas():
+            raise InputError(f"instruction set {name!r} is not usable here; use one of {[*isas(), 'torch']}")
+        function("nm_use")(_ISAS.index(name))
+    _isa, active = name, name != "torch"
+
+
+def set_threads(n: int) -> None:
+    """Number of threads of one kernel call; bits do not depend on it."""
+    global _threads
+    if n < 1:
+        raise InputError(f"threads {n}: at least one is needed")
+    _threads = n
+    if _library is not None:
+        _library.nm_set_threads(n)
+
+
+def threads() -> int:
+    """Number of threads of one kernel call."""
+    return _threads
+
+
+if _library is not None:
+    use(isas()[0])
+set_threads(torch.get_num_threads())

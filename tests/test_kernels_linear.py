@@ -1,0 +1,193 @@
+"""Linear layers: the chain definition, equal bits on all builds, row and thread invariance, error bound."""
+
+import ctypes
+import ctypes.util
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from numem.errors import InputError
+from numem.kernels import native
+from numem.kernels.linear import PackedLinear
+
+ISAS = native.isas()
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 33, 64, 300)
+# N and K that are whole panels, odd, tiny, and one column past a panel or a half panel
+SHAPES = [(96, 64), (33, 57), (1, 1), (17, 16), (48, 130), (65, 3), (130, 200)]
+
+needs_native = pytest.mark.skipif(not ISAS, reason="the extension is not built")
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    isa, threads = native.isa(), native.threads()
+    yield
+    native.use(isa)
+    native.set_threads(threads)
+
+
+def bits(x: Tensor) -> bytes:
+    return x.contiguous().numpy().tobytes()
+
+
+def case(n: int, k: int, dtype: torch.dtype, rows: int = 300) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weight, bias, inputs, residual."""
+    g = torch.Generator().manual_seed(n * 1000 + k)
+    return (
+        torch.randn((n, k), generator=g).to(dtype),
+        torch.randn(n, generator=g),
+        torch.randn((rows, k), generator=g),
+        torch.randn((rows, n), generator=g),
+    )
+
+
+SEGMENT = 64  # steps of one chain; part of the numeric policy
+
+
+def fmaf_chain(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """The definition: fused multiply-add chains from +0 over 64 steps each, added in order, by the C library's fmaf."""
+    fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+    fmaf.restype, fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    out = np.zeros((len(x), len(w)), np.float32)
+    for i, row in enumerate(x.tolist()):
+        for j, column in enumerate(w.tolist()):
+            total = None
+            for start in range(0, len(row), SEGMENT):
+                acc = 0.0
+                for a, b in zip(row[start : start + SEGMENT], column[start : start + SEGMENT], strict=True):
+                    acc = fmaf(a, b, acc)
+                total = np.float32(acc) if total is None else total + np.float32(acc)
+            out[i, j] = total
+    return out
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("k", [41, 64, 65, 128, 200])
+def test_output_is_segments_of_fma_chains_then_bias_then_residual(isa: str, dtype: torch.dtype, k: int) -> None:
+    native.use(isa)
+    weight, bias, x, residual = case(35, k, dtype, 14)
+    want = fmaf_chain(x.numpy(), weight.float().numpy())
+    assert bits(PackedLinear(weight)(x)) == want.tobytes()
+    want = want + bias.numpy()
+    assert bits(PackedLinear(weight, bias)(x)) == want.tobytes()
+    assert bits(PackedLinear(weight, bias)(x, residual=residual)) == (want + residual.numpy()).tobytes()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits_are_equal_on_all_builds_rows_and_threads(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """A row's bits depend neither on the row count nor on threads nor on the instruction set (vLLM#5543 and kin)."""
+    weight, bias, x, residual = case(*shape, dtype)
+    native.use(ISAS[0])
+    native.set_threads(1)
+    want = PackedLinear(weight, bias)(x, residual=residual)
+    for isa in ISAS:
+        native.use(isa)
+        layer = PackedLinear(weight, bias)
+        for threads in (1, 2, 3):
+            native.set_threads(threads)
+            for m in ROWS:
+                got = layer(x[:m], residual=residual[:m])
+                assert bits(got) == bits(want[:m]), (isa, threads, m)
+            last = layer(x[-1:], residual=residual[-1:])
+            assert bits(last) == bits(want[-1:])
+
+
+@pytest.mark.parametrize("path", [*ISAS, "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_against_float64_is_within_the_bound_of_a_chain(path: str, dtype: torch.dtype) -> None:
+    """|error| <= (K + 2) 2^-24 (sum |x w| + |bias| + |residual|): one rounding a step, two more at the end."""
+    native.use(path)
+    for n, k in SHAPES:
+        weight, bias, x, residual = case(n, k, dtype, 20)
+        got = PackedLinear(weight, bias)(x, residual=residual).double()
+        wide = [t.double() for t in (weight, bias, x, residual)]
+        want = wide[2] @ wide[0].T + wide[1] + wide[3]
+        size = wide[2].abs() @ wide[0].abs().T + wide[1].abs() + wide[3].abs()
+        assert bool(((got - want).abs() <= (k + 2) * 2.0**-24 * size).all())
+
+
+def test_the_torch_reference_is_row_invariant_too() -> None:
+    native.use("torch")
+    weight, bias, x, residual = case(130, 200, torch.float32)
+    layer = PackedLinear(weight, bias)
+    want = layer(x, residual=residual)
+    for m in ROWS:
+        assert bits(layer(x[:m], residual=residual[:m])) == bits(want[:m])
+    for row in (1, 15, 16, 299):
+        assert bits(layer(x[row : row + 1], residual=residual[row : row + 1])) == bits(want[row : row + 1])
+
+
+@pytest.mark.parametrize("path", [*ISAS, "torch"])
+def test_strided_rows_and_output_in_place_of_the_residual(path: str) -> None:
+    native.use(path)
+    weight, _, x, residual = case(48, 130, torch.float32, 30)
+    layer = PackedLinear(weight)
+    want = layer(x, residual=residual)
+    wide_x, wide_out = torch.zeros(30, 400), torch.full((30, 100), 7.0)
+    wide_x[:, 100:230] = x
+    wide_out[:, 20:68] = residual
+    out = layer(wide_x[:, 100:230], out=wide_out[:, 20:68], residual=wide_out[:, 20:68])
+    assert bits(out) == bits(want)
+    assert bool((wide_out[:, :20] == 7).all()) and bool((wide_out[:, 68:] == 7).all())
+
+
+@pytest.mark.parametrize("path", [*ISAS, "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_come_back_out_of_the_panels(path: str, dtype: torch.dtype) -> None:
+    native.use(path)
+    weight = case(130, 57, dtype)[0]
+    ids = torch.tensor([0, 129, 31, 32, 33, 5, 5, 64, 127, 128])
+    assert bits(PackedLinear(weight).rows(ids)) == bits(weight.float()[ids])
+    assert PackedLinear(weight).rows(ids[:0]).shape == (0, 57)
+
+
+def test_no_rows_is_no_work() -> None:
+    assert PackedLinear(torch.ones(3, 2))(torch.empty(0, 2)).shape == (0, 3)
+
+
+def test_the_weight_is_not_aliased() -> None:
+    for path in [*ISAS, "torch"]:
+        native.use(path)
+        weight, bias = torch.ones(3, 2), torch.ones(3)
+        layer = PackedLinear(weight, bias)
+        weight.zero_(), bias.zero_()
+        assert layer(torch.ones(1, 2)).tolist() == [[3.0, 3.0, 3.0]]
+
+
+def test_nan_and_infinity_stay_in_their_row() -> None:
+    weight, _, x, _ = case(33, 57, torch.float32, 13)
+    layer = PackedLinear(weight)
+    clean = layer(x)
+    x[5, 3], x[7, 0] = torch.nan, torch.inf
+    out = layer(x)
+    assert bool(out[5].isnan().all()) and not bool(out[7].isfinite().any())
+    others = [i for i in range(13) if i not in (5, 7)]
+    assert bits(out[others]) == bits(clean[others])
+
+
+@pytest.mark.parametrize("path", [*ISAS[:1], "torch"])
+def test_wrong_arguments_are_refused(path: str) -> None:
+    native.use(path)
+    layer = PackedLinear(torch.ones(3, 2))
+    for wrong in (torch.ones(1, 3), torch.ones(1, 2).double(), torch.ones(2, 4)[:, ::2]):
+        with pytest.raises(InputError, match="linear: input"):
+            layer(wrong)
+    with pytest.raises(InputError, match="linear: output"):
+        layer(torch.ones(1, 2), out=torch.ones(2, 3))
+    with pytest.raises(InputError, match="linear: residual"):
+        layer(torch.ones(1, 2), residual=torch.ones(1, 4))
+    for bad in ([3], [0, -1]):
+        with pytest.raises(InputError, match="outside \\[0, 3\\)"):
+            layer.rows(torch.tensor(bad))
+    with pytest.raises(InputError, match="weight"):
+        PackedLinear(torch.ones(3, 2).half())
+    with pytest.raises(InputError, match="bias"):
+        PackedLinear(torch.ones(3, 2), torch.ones(2))
