@@ -1,0 +1,169 @@
+"""Language models: loading, and the verbs generate and chat."""
+
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from numem.errors import ContextLengthError, InputError, UnsupportedModelError
+from numem.identity.chain import CHUNK_TOKENS, PAGE_TOKENS
+from numem.identity.digest import blake3_of
+from numem.identity.fingerprint import Identity, NumericPolicy
+from numem.kernels.policy import policy_name
+from numem.kernels.selftest import Shapes, self_test
+from numem.models.checkpoint import Checkpoint
+from numem.models.decoder import TransformerDecoder
+from numem.models.descriptor import Descriptor, read_descriptor
+from numem.models.registry import resolve
+from numem.models.tokenizer import Tokenizer
+from numem.runtime.continuation import Continuation, Session
+from numem.runtime.engine import Engine
+from numem.runtime.sampling import GREEDY, Sampler
+
+DEVICES = ("cpu", "auto")
+
+
+class LM:
+    """A loaded language model; made by `load_lm`.
+
+    Attributes:
+        directory: where its files are.
+        descriptor, tokenizer, decoder: its parts.
+        identity: identity of the attention state it makes.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        descriptor: Descriptor,
+        tokenizer: Tokenizer,
+        decoder: TransformerDecoder,
+        identity: Identity,
+    ) -> None:
+        self.directory = directory
+        self.descriptor = descriptor
+        self.tokenizer = tokenizer
+        self.decoder = decoder
+        self.identity = identity
+        self._session: Session | None = None
+
+    @property
+    def max_position(self) -> int:
+        return self.decoder.max_position
+
+    def session(self, *, pages: int | None = None, debug: bool = False) -> Session:
+        """A new engine with pages of its own (default: one sequence of max_position tokens)."""
+        return Session(Engine(self.decoder, pages=pages, debug=debug), self.identity)
+
+    def start(self, tokens: Sequence[int]) -> Continuation:
+        """A continuation in the model's own session, which holds two sequences of max_position tokens."""
+        if self._session is None:
+            self._session = self.session(pages=2 * -(-self.max_position // PAGE_TOKENS) + 2)
+        return self._session.start(tokens)
+
+    def stream_ids(
+        self, tokens: Sequence[int], max_new_tokens: int, *, sampler: Sampler = GREEDY, ignore_eos: bool = False
+    ) -> Iterator[int]:
+        """Yield generated token ids; an EOS token is the last one yielded.
+
+        Raises:
+            InputError, ContextLengthError: empty prompt, or prompt and output longer than max_position.
+        """
+        if max_new_tokens < 0:
+            raise InputError(f"generate: max_new_tokens {max_new_tokens} is negative")
+        if len(tokens) + max(0, max_new_tokens - 1) > self.max_position:
+            raise ContextLengthError(
+                f"generate: {len(tokens)} prompt tokens and {max_new_tokens} new ones exceed max_position "
+                f"{self.max_position}; load the model with a larger max_position"
+            )
+        with self.start(tokens) as continuation:
+            for _ in range(max_new_tokens):
+                token = continuation.step(sampler)
+                yield token
+                if token in self.tokenizer.eos_ids and not ignore_eos:
+                    return
+
+    def generate_ids(
+        self, tokens: Sequence[int], max_new_tokens: int, *, sampler: Sampler = GREEDY, ignore_eos: bool = False
+    ) -> list[int]:
+        """Generated token ids (the prompt is not repeated)."""
+        return list(self.stream_ids(tokens, max_new_tokens, sampler=sampler, ignore_eos=ignore_eos))
+
+    def generate_text(self, prompt: str, max_new_tokens: int = 64, *, sampler: Sampler = GREEDY) -> str:
+        """Continuation of a plain text prompt."""
+        return self._text(self.tokenizer.encode(prompt), max_new_tokens, sampler)
+
+    def chat(self, messages: Sequence[dict[str, Any]], max_new_tokens: int = 256, *, sampler: Sampler = GREEDY) -> str:
+        """Reply to a conversation of {"role", "content"} messages, through the model's chat template."""
+        return self._text(self.tokenizer.chat(list(messages)), max_new_tokens, sampler)
+
+    def _text(self, tokens: list[int], max_new_tokens: int, sampler: Sampler) -> str:
+        out = self.generate_ids(tokens, max_new_tokens, sampler=sampler)
+        if out and out[-1] in self.tokenizer.eos_ids:
+            out.pop()
+        return self.tokenizer.decode(out)
+
+
+def load_lm(
+    key_or_dir: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    max_position: int | None = None,
+    offline: bool = False,
+    salt: bytes = b"",
+) -> LM:
+    """Load a model by registry key or from a Hugging Face directory of safetensors.
+
+    Args:
+        key_or_dir: for example "smollm2-135m-instruct", or a path.
+        device: "cpu", or "auto" (the CPU in this version).
+        dtype: "float32" or "bfloat16", of weights and cache; activations are float32.
+        max_position: positions that may be evaluated (default: the smaller of 8,192 and the model's own).
+        offline: never reach for the network.
+        salt: a tenant's secret, empty for none; its state is found under no other salt.
+
+    Raises:
+        UnknownModelError, FetchError, CheckpointError, UnsupportedModelError, InputError.
+    """
+    if device not in DEVICES:
+        raise UnsupportedModelError(f"device {device!r} is not available here; use one of {', '.join(DEVICES)}")
+    directory = resolve(key_or_dir, offline=offline)
+    checkpoint = Checkpoint(directory)
+    descriptor = read_descriptor(checkpoint.config, checkpoint.names)
+    tokenizer = Tokenizer(directory)
+    limit = min(descriptor.max_pos, 8192) if max_position is None else max_position
+    if not 0 < limit <= descriptor.max_pos:
+        raise InputError(f"max_position {limit} lies outside [1, {descriptor.max_pos}], the model's own range")
+    decoder = TransformerDecoder(descriptor, checkpoint, dtype=dtype, max_position=limit)
+    return LM(directory, descriptor, tokenizer, decoder, identity_of(checkpoint, descriptor, tokenizer, decoder, salt))
+
+
+def identity_of(
+    checkpoint: Checkpoint, descriptor: Descriptor, tokenizer: Tokenizer, decoder: TransformerDecoder, salt: bytes = b""
+) -> Identity:
+    """Identity of a decoder's attention state.
+
+    max_position is not part of it: it bounds what may be evaluated and changes no number.
+    """
+    semantic = {
+        "adapters": [],
+        "architecture": descriptor.canonical(),
+        "chunk_tokens": CHUNK_TOKENS,
+        "kv": decoder.spec.describe(),
+        "page_tokens": PAGE_TOKENS,
+        "program": "numem/decoder/v1",
+        "quantisation": None,
+        "tokenizer": tokenizer.digest().hex(),
+        "weight_dtype": decoder.dtype,
+        "weights": checkpoint.digest().hex(),
+    }
+    d = descriptor
+    shapes = Shapes(
+        hidden=d.hidden, inter=d.inter, heads=d.heads, kv_heads=d.kv_heads, head_dim=d.head_dim, vocab=d.vocab,
+        dtype=decoder.dtype,
+    )  # fmt: skip
+    # The position tables come from libm; their bytes join the self-test, so that another libm is another policy.
+    tables = [table.numpy() for table in descriptor.rope_tables(min(descriptor.max_pos, 4096))]
+    policy = NumericPolicy(policy_name(), blake3_of([self_test(shapes), *tables]))
+    return Identity(semantic, policy, f"cpu-{platform.machine()}", salt)

@@ -1,0 +1,200 @@
+"""Continuations: a sequence that can be stepped, forked, published and restored.
+
+tokens        t0 t1 ... t(n-1) | t(n)        len(tokens) = processed + 1, always
+cache         [0, n)           |  ^ pending, evaluated at position n by the next step
+"""
+
+import platform
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Self
+
+import numpy as np
+
+from numem.errors import ContextLengthError, InputError
+from numem.identity.fingerprint import Identity
+from numem.runtime.engine import Engine
+from numem.runtime.kv import Restored, capture, load, raw
+from numem.runtime.pool import Route
+from numem.runtime.prefix import lookup
+from numem.runtime.sampling import GREEDY, Sampler
+from numem.store.memory import Memory, PublishReceipt, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Tickets of one publication, a chunk each, and the ids that were durable already."""
+
+    tickets: tuple[Ticket, ...]
+    reused: tuple[bytes, ...]
+
+    @property
+    def captured(self) -> list[Future[None]]:
+        return [ticket.captured for ticket in self.tickets]
+
+    @property
+    def published(self) -> list[Future[PublishReceipt]]:
+        return [ticket.published for ticket in self.tickets]
+
+    def wait(self, timeout: float | None = None) -> "Published":
+        """Return when every chunk is durable; raises what the first failing one raised."""
+        for future in self.published:
+            future.result(timeout)
+        return self
+
+
+class Session:
+    """An engine under one identity: where continuations start, restore and are published.
+
+    Args:
+        engine: decoder with pages.
+        identity: identity of the state it makes.
+    """
+
+    def __init__(self, engine: Engine, identity: Identity) -> None:
+        self.engine = engine
+        self.identity = identity
+
+    def start(self, tokens: Sequence[int]) -> "Continuation":
+        """Evaluate all but the last of `tokens`; the last one is pending.
+
+        Raises:
+            InputError: no tokens.
+            ContextLengthError: more tokens than max_position (equality is allowed: one step then fits).
+        """
+        self._check(tokens)
+        route = self.engine.pool.allocate()
+        return self._complete(Continuation(self, list(tokens), route), Restored())
+
+    def restore(self, memory: Memory, tokens: Sequence[int], *, tier: str | None = None) -> "Continuation":
+        """Like `start`, with the longest durable prefix loaded instead of computed.
+
+        Chunks that are missing or fail verification are recomputed; `continuation.restored` tells what was used.
+        """
+        self._check(tokens)
+        route = self.engine.pool.allocate()
+        try:
+            with lookup(memory, self.identity.scope, tokens, tier=tier) as match:
+                route, report = load(memory, self.engine, route, match, tier=tier)
+        except BaseException:
+            self.engine.release(route)
+            raise
+        return self._complete(Continuation(self, list(tokens), route), report)
+
+    def _complete(self, continuation: "Continuation", report: Restored) -> "Continuation":
+        continuation.restored = report
+        rest = continuation.tokens[continuation.route.length : -1]
+        if rest:
+            try:
+                self.engine.append([(continuation.route, rest)], logits="none")
+            except BaseException:
+                self.engine.release(continuation.route)
+                raise
+        return continuation
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        if not len(tokens):
+            raise InputError("start: the prompt has no tokens")
+        if len(tokens) > self.engine.max_position:
+            raise ContextLengthError(
+                f"start: {len(tokens)} tokens exceed max_position {self.engine.max_position}; "
+                "load the model with a larger max_position or shorten the prompt"
+            )
+
+
+class Continuation:
+    """A sequence with its cache; made by a Session, released by `close` or the `with` statement.
+
+    Attributes:
+        tokens: all tokens, the pending one last.
+        route: its pages.
+        restored: what a restore loaded (all zero after a plain start).
+        logits: float32 [vocab] of the last step, None before the first.
+    """
+
+    def __init__(self, session: Session, tokens: list[int], route: Route) -> None:
+        self.session = session
+        self.tokens = tokens
+        self.route = route
+        self.restored = Restored()
+        self.logits: np.ndarray | None = None
+
+    @property
+    def processed(self) -> int:
+        """Positions in the cache: [0, processed)."""
+        return len(self.tokens) - 1
+
+    def step(self, sampler: Sampler = GREEDY) -> int:
+        """Evaluate the pending token, choose the next one, append and return it.
+
+        Raises:
+            ContextLengthError: the cache is full (processed == max_position).
+        """
+        engine = self.session.engine
+        position = self.processed
+        (self.logits,) = engine.append([(self.route, self.tokens[-1:])])
+        token = sampler.choose(self.logits, position, engine.decoder.vocab)
+        self.tokens.append(token)
+        return token
+
+    def advance(self, count: int, sampler: Sampler = GREEDY) -> list[int]:
+        """`count` steps; returns the chosen tokens."""
+        return [self.step(sampler) for _ in range(count)]
+
+    def fork(self, processed: int | None = None) -> "Continuation":
+        """A continuation over the same pages, at this boundary or an earlier one.
+
+        At an earlier boundary `p` its pending token is `tokens[p]`. Copies at most one page, at the first write.
+        """
+        processed = self.processed if processed is None else processed
+        if not 0 <= processed <= self.processed:
+            raise InputError(f"fork: boundary {processed} lies outside [0, {self.processed}]")
+        route = self.session.engine.pool.fork(self.route, processed)
+        return Continuation(self.session, self.tokens[: processed + 1], route)
+
+    def publish(self, memory: Memory, *, upto: int | None = None) -> Published:
+        """Make `[0, upto)` (default: all that is processed) durable; chunks already durable are not written again."""
+        memory.register(self.session.identity)
+        captured = capture(
+            memory,
+            self.session.engine,
+            self.session.identity,
+            self.tokens,
+            self.route,
+            upto=upto,
+            provenance=provenance(),
+        )
+        tickets = tuple(
+            memory.publish(node, [payload]) for node, payload in zip(captured.nodes, captured.payloads, strict=True)
+        )
+        return Published(tickets, tuple(captured.reused))
+
+    def kv(self, start: int = 0, end: int | None = None) -> np.ndarray:
+        """The cache rows [start, end) as raw bytes (uint8), in canonical payload order."""
+        end = self.processed if end is None else end
+        return raw(self.session.engine.storage.save(self.route.pages, start, end - start))
+
+    def close(self) -> None:
+        """Release the pages; closing twice is harmless."""
+        if not self.route.released:
+            self.session.engine.release(self.route)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def provenance() -> dict[str, str]:
+    """Versions that made a piece of state: recorded with it, never part of an id."""
+    return {"numem": _version("numem"), "torch": _version("torch"), "python": platform.python_version()}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "uninstalled"

@@ -1,0 +1,163 @@
+"""The engine: appends tokens to routes by running a decoder over pages.
+
+One call serves prefill, chunked prefill and decode alike: every row is a token at a position with the block table of
+its lane, and a row's bits do not depend on the rows beside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from numem.errors import CapacityError, ContextLengthError, InputError
+from numem.identity.chain import PAGE_TOKENS
+from numem.runtime.pages import PageStorage
+from numem.runtime.pool import PagePool, Reservation, Route
+from numem.state.spec import StateSpec
+
+# Rows of one forward call. Any value gives the same bits; this one keeps the activations of a layer in cache.
+MAX_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A batch of rows for one forward call.
+
+    Attributes:
+        tokens, positions: int64 [M].
+        slots: int64 [M], page * 16 + offset where the row's key and value go.
+        lane: int32 [M], index into `tables`.
+        tables: int32 [lanes, pages], block tables padded with -1.
+        wanted: int64 [R], rows whose logits are asked for.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    lane: torch.Tensor
+    tables: torch.Tensor
+    wanted: torch.Tensor
+
+
+class Decoder(Protocol):
+    """What the engine needs of a model."""
+
+    spec: StateSpec
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_position: int
+
+    def forward(self, rows: Rows, storage: PageStorage) -> torch.Tensor:
+        """Write the rows' keys and values into the pages; return float32 logits [R, vocab]."""
+
+
+class Engine:
+    """A decoder with its pages.
+
+    Args:
+        decoder: the model.
+        pages: physical pages; default: enough for one sequence of `max_position` tokens.
+        debug: poison fresh and freed pages with NaN.
+    """
+
+    def __init__(self, decoder: Decoder, *, pages: int | None = None, debug: bool = False) -> None:
+        self.decoder = decoder
+        self.max_position = decoder.max_position
+        self.pool = PagePool(pages or -(-decoder.max_position // PAGE_TOKENS), PAGE_TOKENS)
+        self.storage = PageStorage(decoder.spec, decoder.kv_heads, decoder.head_dim, self.pool.physical, poison=debug)
+        self.page_copies = 0
+        self.rows_computed = 0
+
+    def append(self, items: Sequence[tuple[Route, Sequence[int]]], *, logits: str = "last") -> list[np.ndarray]:
+        """Evaluate tokens at the end of routes; all routes change, or none does.
+
+        Args:
+            items: (route, tokens) pairs, each with at least one token.
+            logits: "last" for the last token of each item, "all" for every token, "none".
+
+        Returns:
+            One float32 array per item: [vocab], [len(tokens), vocab] or [0].
+
+        Raises:
+            ContextLengthError: a route would pass max_position.
+            CapacityError: too few free pages.
+        """
+        for route, tokens in items:
+            if not len(tokens):
+                raise InputError("append: an item has no tokens")
+            if route.length + len(tokens) > self.max_position:
+                raise ContextLengthError(
+                    f"append: {route.length} + {len(tokens)} tokens pass max_position {self.max_position}; "
+                    "load the model with a larger max_position or shorten the prompt"
+                )
+        reserved: list[Reservation] = []
+        try:
+            for route, tokens in items:
+                reserved.append(self.reserve(route, len(tokens)))
+            out = self._run([(r, list(tokens)) for r, (_, tokens) in zip(reserved, items, strict=True)], logits)
+        except BaseException:
+            self.pool.abort(reserved)
+            raise
+        self.pool.commit(reserved)
+        return out
+
+    def reserve(self, route: Route, count: int) -> Reservation:
+        """Reserve room and copy a shared partial tail, so that the reserved pages may be written."""
+        reservation = self.pool.reserve(route, count)
+        if reservation.replaced:
+            self.storage.copy(*reservation.replaced)
+            self.page_copies += 1
+        return reservation
+
+    def release(self, route: Route) -> None:
+        """Release a route; in debug mode the freed pages are poisoned."""
+        freed = self.pool.release(route)
+        if self.storage.poisoned and freed:
+            self.storage.poison(freed)
+
+    def can_hold(self, tokens: int) -> bool:
+        return self.pool.pages_for(tokens) <= self.pool.free
+
+    def _run(self, work: list[tuple[Reservation, list[int]]], logits: str) -> list[np.ndarray]:
+        width = max(len(r.pages) for r, _ in work)
+        tables = torch.full((len(work), width), -1, dtype=torch.int32)
+        for lane, (r, _) in enumerate(work):
+            tables[lane, : len(r.pages)] = torch.tensor(r.pages, dtype=torch.int32)
+        tokens = np.concatenate([np.asarray(t, dtype=np.int64) for _, t in work])
+        positions = np.concatenate([np.arange(r.expected, r.expected + r.count, dtype=np.int64) for r, _ in work])
+        lanes = np.repeat(np.arange(len(work), dtype=np.int32), [r.count for r, _ in work])
+        slots = tables.numpy()[lanes, positions // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS + positions % PAGE_TOKENS
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.decoder.vocab:
+            raise InputError(f"append: a token id lies outside [0, {self.decoder.vocab})")
+        ends = np.cumsum([r.count for r, _ in work])
+        wanted = {"last": ends - 1, "all": np.arange(len(tokens)), "none": np.arange(0)}[logits]
+        pieces = []
+        for a in range(0, len(tokens), MAX_ROWS):
+            b = min(a + MAX_ROWS, len(tokens))
+            inside = wanted[(wanted >= a) & (wanted < b)] - a
+            rows = Rows(
+                torch.from_numpy(tokens[a:b]),
+                torch.from_numpy(positions[a:b]),
+                torch.from_numpy(slots[a:b]),
+                torch.from_numpy(lanes[a:b]),
+                tables,
+                torch.from_numpy(inside),
+            )
+            pieces.append(self.decoder.forward(rows, self.storage).numpy())
+        self.rows_computed += len(tokens)
+        flat = np.concatenate(pieces)
+        if logits == "none":
+            return [flat[:0, 0] for _ in work]
+        if logits == "last":
+            return list(flat)
+        return np.split(flat, ends[:-1])
+
+
+def pages_for_lanes(lanes: int, tokens: int) -> int:
+    """Pages that `lanes` sequences of `tokens` tokens may need at once, with a copied tail each."""
+    if lanes <= 0 or tokens <= 0:
+        raise CapacityError(f"pages: {lanes} lanes of {tokens} tokens")
+    return lanes * (-(-tokens // PAGE_TOKENS) + 1)

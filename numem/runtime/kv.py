@@ -1,0 +1,193 @@
+"""Attention state between pages and the durable plane: capture into nodes, load back into pages."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from numem.errors import IntegrityError, NotFoundError, StoreError
+from numem.identity.chain import CHUNK_TOKENS, Chunk, plan
+from numem.identity.digest import content_id
+from numem.identity.fingerprint import Identity
+from numem.runtime.engine import Engine
+from numem.runtime.pool import Route
+from numem.runtime.prefix import KIND, Hit, Match
+from numem.state.manifest import chunk_of
+from numem.state.node import Node
+from numem.state.spec import StateSpec
+from numem.store.memory import Memory
+
+# Chunks read by one call of the store; bounds the staging memory of a restore.
+READ_AHEAD = 8
+
+
+def raw(payload: torch.Tensor) -> np.ndarray:
+    """The bytes of a contiguous tensor as a uint8 array over the same memory."""
+    return payload.view(-1).view(torch.uint8).numpy()
+
+
+def node_of(chunk: Chunk, scope: bytes, spec: StateSpec, content: bytes, provenance: dict[str, str]) -> Node:
+    """The causal fact of one chunk of attention state."""
+    cell = chunk_of((0, chunk.start, 0), (spec.members, chunk.count, spec.width), spec.dtype, content)
+    return Node(
+        id=chunk.id,
+        parent=chunk.parent,
+        scope=scope,
+        kind=KIND,
+        start=chunk.start,
+        count=chunk.count,
+        applied=chunk.applied,
+        marks=chunk.pages,
+        pieces=(content,),
+        fields=(
+            {
+                "id": KIND,
+                "value": {"dtype": spec.dtype, "shape": [spec.members, chunk.end, spec.width]},
+                "chunk_shape": [spec.members, CHUNK_TOKENS, spec.width],
+                "coordinate_space": {"axis": spec.axis, "layout": spec.layout, "origin": 0},
+                "chunks": [cell.model_dump(mode="json")],
+                "attributes": {},
+            },
+        ),
+        coordinate={"processed_count": chunk.end},
+        append_axis=1,
+        provenance=provenance,
+    )
+
+
+@dataclass(slots=True)
+class Captured:
+    """Chunks of one boundary, ready to be staged or published."""
+
+    nodes: list[Node] = field(default_factory=list)
+    payloads: list[np.ndarray] = field(default_factory=list)
+    reused: list[bytes] = field(default_factory=list)
+
+
+def capture(
+    memory: Memory,
+    engine: Engine,
+    identity: Identity,
+    tokens: Sequence[int],
+    route: Route,
+    *,
+    upto: int | None = None,
+    provenance: dict[str, str] | None = None,
+) -> Captured:
+    """Export the chunks of `[0, upto)` that the memory does not hold yet.
+
+    The pages are leased while they are read, so that eviction or release cannot change them.
+    """
+    upto = route.length if upto is None else upto
+    spec = engine.decoder.spec
+    out = Captured()
+    with engine.pool.lease(route) as lease:
+        for chunk in plan(identity.scope, tokens, upto):
+            if memory.available(chunk.id):
+                out.reused.append(chunk.id)
+                continue
+            payload = raw(engine.storage.save(lease.pages, chunk.start, chunk.count))
+            out.nodes.append(
+                node_of(chunk, identity.scope, spec, content_id(payload, identity.content_key), provenance or {})
+            )
+            out.payloads.append(payload)
+    return out
+
+
+@dataclass(slots=True)
+class Restored:
+    """What a restore did.
+
+    Attributes:
+        tokens: rows now in the route.
+        bytes: payload bytes read; by_tier the same per tier.
+        read_ms, load_ms: time in the store and in writing pages.
+        failures: sentences naming chunks that could not be used, so that the rows are recomputed.
+    """
+
+    tokens: int = 0
+    bytes: int = 0
+    by_tier: dict[str, int] = field(default_factory=dict)
+    read_ms: float = 0.0
+    load_ms: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+def load(
+    memory: Memory, engine: Engine, route: Route, match: Match, *, tier: str | None = None
+) -> tuple[Route, Restored]:
+    """Append the matched rows beyond the route's length to it.
+
+    A chunk that cannot be read or verified ends the restore before it: the rows from there on are left to be
+    recomputed, and `failures` says why.
+
+    Returns:
+        The route that holds the rows (the given one, or a shorter fork after a failure) and the report.
+    """
+    report = Restored()
+    hits = [hit for hit in match.hits if hit.node.start + hit.rows > route.length]
+    if not hits:
+        return route, report
+    first = route.length
+    reservation = engine.reserve(route, match.tokens - first)
+    good = first
+    try:
+        for at in range(0, len(hits), READ_AHEAD):
+            group = hits[at : at + READ_AHEAD]
+            payloads, failure = _read(memory, engine.decoder.spec, group, tier, report)
+            began = time.perf_counter()
+            for hit, payload in zip(group, payloads, strict=False):
+                skip = max(0, good - hit.node.start)
+                rows = payload[:, :, skip : hit.rows]
+                engine.storage.load(rows.contiguous(), reservation.pages, hit.node.start + skip)
+                good = hit.node.start + hit.rows
+            report.load_ms += (time.perf_counter() - began) * 1e3
+            if failure:
+                report.failures.append(failure)
+                break
+    except BaseException:
+        engine.pool.abort([reservation])
+        raise
+    engine.pool.commit([reservation])
+    report.tokens = good - first
+    if good < match.tokens:
+        shorter = engine.pool.fork(route, good)
+        engine.release(route)
+        route = shorter
+    return route, report
+
+
+def _read(
+    memory: Memory, spec: StateSpec, hits: Sequence[Hit], tier: str | None, report: Restored
+) -> tuple[list[torch.Tensor], str | None]:
+    """Payloads of the leading hits that could be read and verified, and why the next one could not."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.dtype]
+    layers = spec.slabs[0].members
+    buffers = [torch.empty((2, layers, hit.node.count, spec.width), dtype=dtype) for hit in hits]
+    began = time.perf_counter()
+
+    def fetch(a: int, b: int) -> None:
+        requests = [(hit.node.pieces[0], raw(buffer)) for hit, buffer in zip(hits[a:b], buffers[a:b], strict=True)]
+        result = memory.read(requests, tier=tier)
+        report.bytes += result.bytes
+        for name, nbytes in result.by_tier.items():
+            report.by_tier[name] = report.by_tier.get(name, 0) + nbytes
+
+    failure = None
+    count = len(hits)
+    try:
+        fetch(0, len(hits))
+    except (IntegrityError, NotFoundError, StoreError):
+        # One bad piece must not cost the good ones before it: read them one by one up to the culprit.
+        for count, hit in enumerate(hits):
+            try:
+                fetch(count, count + 1)
+            except (IntegrityError, NotFoundError, StoreError) as error:
+                failure = f"chunk [{hit.node.start}, {hit.node.end}) {hit.node.id.hex()[:16]}: {error}; recomputed"
+                break
+        else:
+            count = len(hits)
+    report.read_ms += (time.perf_counter() - began) * 1e3
+    return buffers[:count], failure

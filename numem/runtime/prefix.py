@@ -1,0 +1,111 @@
+"""Finding the longest durable prefix of a token sequence.
+
+prompt      [------------ 0, 2049 ------------)     looked up over 2,048: the pending token is always computed
+nodes       [0,256)[256,512) ... [1792,2048)        children of the boundary before, compared by token and id
+match       ends at the first hole; a node that the prompt leaves in the middle gives its shared full pages
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from numem.errors import InputError
+from numem.identity.chain import PAGE_TOKENS, TOKEN_BYTES, common_tokens, pack_tokens, page_ids
+from numem.state.node import Node
+from numem.store.leases import Lease
+from numem.store.memory import Memory
+
+KIND = "kv"
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Rows [node.start, node.start + rows) come from `node`."""
+
+    node: Node
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Result of a lookup; a context manager that holds its pieces until left.
+
+    Attributes:
+        hits: nodes in order, contiguous from position 0 (or from `start`).
+        tokens: length of the matched prefix.
+        reason: why the match ends there: "complete", "miss", "parted" (the prompt leaves a node), "hole" (a node is
+            known but its bytes are not available), or "tail" (nothing is stored beyond a short node).
+        lease: keeps the pieces from being collected; released on exit.
+    """
+
+    hits: tuple[Hit, ...]
+    tokens: int
+    reason: str
+    lease: Lease
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.lease.release()
+
+
+def lookup(
+    memory: Memory,
+    scope: bytes,
+    tokens: Sequence[int] | np.ndarray,
+    *,
+    limit: int | None = None,
+    tier: str | None = None,
+) -> Match:
+    """Longest durable prefix of `tokens`, planned over all but the last one.
+
+    Args:
+        limit: match at most so many tokens, in [0, len(tokens) - 1].
+        tier: require the bytes in this tier (default: anywhere).
+    """
+    top = max(0, len(tokens) - 1)
+    limit = top if limit is None else limit
+    if not 0 <= limit <= top:
+        raise InputError(f"lookup: limit {limit} lies outside [0, {top}]")
+    packed = pack_tokens(tokens[:limit])
+    hits: list[Hit] = []
+    parent, at, reason = scope, 0, "complete"
+    while at < limit:
+        rest = packed[at * TOKEN_BYTES :]
+        best, rows, reason = _best_child(memory, parent, at, rest, tier)
+        if best is None:
+            break
+        hits.append(Hit(best, rows))
+        at += rows
+        if rows < best.count:
+            reason = "complete" if at == limit else "parted"
+            break
+        parent = best.id
+    else:
+        reason = "complete"
+    if reason == "miss" and hits and hits[-1].node.count % PAGE_TOKENS:
+        reason = "tail"
+    lease = memory.hold([hit.node.id for hit in hits])
+    return Match(tuple(hits), at, reason, lease)
+
+
+def _best_child(
+    memory: Memory, parent: bytes, start: int, rest: bytes, tier: str | None
+) -> tuple[Node | None, int, str]:
+    best, rows, hole = None, 0, False
+    for node in memory.children(parent):
+        if node.kind != KIND or node.start != start or len(node.applied) != node.count * TOKEN_BYTES:
+            continue
+        shared = common_tokens(node.applied, rest)
+        # Where the prompt parts from a node, whole pages are shared; where it merely ends, every row is.
+        usable = shared if shared in (node.count, len(rest) // TOKEN_BYTES) else shared - shared % PAGE_TOKENS
+        if usable <= rows or page_ids(parent, node.applied)[-1] != node.id:
+            continue
+        if not memory.available(node.id, tier):
+            hole = True
+            continue
+        best, rows = node, usable
+    return best, rows, "hole" if hole else "miss"

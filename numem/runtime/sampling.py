@@ -1,0 +1,71 @@
+"""Choosing a token from logits, with randomness keyed by (seed, position).
+
+There is no generator state: the sample at a position depends on the logits, the seed and the position alone, so it is
+the same alone and in a batch, before and after a restore.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from numem.errors import InputError, ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Sampling settings of a request.
+
+    Attributes:
+        temperature: 0 for greedy (ties go to the lowest token id).
+        top_k: keep the k most likely tokens, 0 for all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches p, 1.0 for all.
+        seed: 64-bit seed.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.temperature < float("inf")):
+            raise InputError(f"sampler: temperature {self.temperature} must be finite and not negative")
+        if self.top_k < 0 or not (0.0 < self.top_p <= 1.0):
+            raise InputError(f"sampler: top_k {self.top_k} must be >= 0 and top_p {self.top_p} in (0, 1]")
+
+    def choose(self, logits: np.ndarray, position: int, vocab: int | None = None) -> int:
+        """Token chosen at `position` from float32 logits [vocab_size]; ids from `vocab` on (padding) are never chosen.
+
+        Raises:
+            ModelError: the largest logit is NaN or infinite.
+        """
+        row = np.asarray(logits, dtype=np.float32)[:vocab]
+        if not np.isfinite(row.max()):
+            raise ModelError(
+                f"sampler: logits at position {position} are not finite; the weights or the state are damaged"
+            )
+        if self.temperature == 0.0:
+            return int(np.argmax(row))
+        # Stable order: descending logit, ties by ascending id.
+        order = np.argsort(-row, kind="stable")
+        if self.top_k:
+            order = order[: self.top_k]
+        scaled = row[order].astype(np.float64)
+        scaled = (scaled - scaled[0]) / max(self.temperature, 1e-6)
+        weights = np.exp(scaled)
+        total = np.cumsum(weights)
+        kept = int(np.searchsorted(total, self.top_p * total[-1], side="left")) + 1 if self.top_p < 1.0 else len(total)
+        kept = min(kept, len(total))
+        point = uniform(self.seed, position) * total[kept - 1]
+        return int(order[min(int(np.searchsorted(total[:kept], point, side="right")), kept - 1)])
+
+
+def uniform(seed: int, position: int) -> float:
+    """Uniform number in [0, 1) with 53 bits, a function of (seed, position): SHA-256 in counter mode."""
+    block = hashlib.sha256(b"numem/sample/v1" + struct.pack(">QQ", seed & (2**64 - 1), position)).digest()
+    return (int.from_bytes(block[:8], "big") >> 11) / float(1 << 53)
+
+
+GREEDY = Sampler()
