@@ -1,0 +1,1 @@
+"""Lineage: branches, logs and decisions over causal ids."""

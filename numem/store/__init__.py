@@ -1,0 +1,1 @@
+"""The durable plane: tiers of Lance volumes, catalog, spool, publication, promotion, restore, recovery."""

@@ -1,0 +1,392 @@
+"""`Memory`: the durable plane behind one handle. It knows nothing of attention, models or solvers.
+
+stage ──> spool ──publish_staged──> volumes of the home tier ──> catalog ──> acknowledged
+                                          │ promote
+                                          v
+                                    volumes of a nearer tier ──read──> the caller's buffers
+"""
+
+import atexit
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from numem.errors import ClosedError, InputError, NotFoundError
+from numem.identity.digest import Buffer
+from numem.identity.fingerprint import Identity
+from numem.lineage.branches import Branch, Branches, Move
+from numem.state.manifest import Manifest
+from numem.state.node import Node, project
+from numem.store import intake, workspace
+from numem.store.catalog import Facts
+from numem.store.facts import Event, Placement, Record, to_json
+from numem.store.index import NodeIndex
+from numem.store.leases import TTL_S, Lease, LeaseTable
+from numem.store.reports import (
+    PromoteReport,
+    PublishReceipt,
+    PublishReport,
+    ReadReport,
+    Recovered,
+    Ticket,
+    VerifyReport,
+)
+from numem.store.session import Session
+from numem.store.tier import Tier
+
+__all__ = [
+    "Branch",
+    "Event",
+    "Lease",
+    "Memory",
+    "Move",
+    "Placement",
+    "PromoteReport",
+    "PublishReceipt",
+    "PublishReport",
+    "ReadReport",
+    "Record",
+    "Recovered",
+    "Ticket",
+    "VerifyReport",
+]
+
+
+class Memory:
+    """An open memory. A context manager; one handle may be used from several threads, never in a forked child.
+
+    Args:
+        home: local directory or s3:// (gs://, az://) URL; created where it does not exist.
+        tiers: tier name -> local directory or URL; default {"object": home/object, "ssd": local/nodes/<node>/ssd}.
+            Publication makes pieces durable in "object" (or the first tier given).
+        node: name of this node; a tier on a local directory other than the home tier belongs to its node.
+        local: where spool, locks, ssd and quarantine lie; default the home where that is local, else a directory
+            under the user's cache.
+        storage_options: Lance storage options for remote places (credentials, endpoint, region).
+
+    Raises:
+        SchemeError: a place that Lance does not commit to, an unusable name; nothing was written.
+        RecoveryError: a catalog without any good version, or one of a newer format.
+    """
+
+    def __init__(
+        self,
+        home: str | PathLike[str],
+        *,
+        tiers: Mapping[str, str] | None = None,
+        node: str = "local",
+        local: str | PathLike[str] | None = None,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self._pid = os.getpid()
+        self._closed = False
+        work = workspace.plan(home, tiers, node, local)
+        self._parts = Session(work, storage_options)
+        self._branches = Branches(self._parts.catalog)
+        self._leases = LeaseTable()
+        self._at_exit = _close_at_exit(weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    # places
+
+    @property
+    def home(self) -> str:
+        """The home as a directory or URL."""
+        return self._parts.work.home.url
+
+    @property
+    def local(self) -> Path:
+        """The local directory of this node's part; whatever a run writes beside the store lies below it."""
+        return self._parts.work.local
+
+    # identity
+
+    def register(self, identity: Identity) -> None:
+        """Describe a scope, once. A tenant's salt stays in this process; the description does not hold it."""
+        parts = self._open()
+        if parts.register(identity):
+            parts.committer.submit_facts(Facts(identities=[(identity.scope, identity.describe())]))
+
+    def identity(self, scope: bytes) -> dict[str, Any] | None:
+        """Description of a scope, or None."""
+        return self.identities().get(scope)
+
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        """Every registered scope and its description."""
+        return self._settled().catalog.identities()
+
+    # publication
+
+    def stage(self, node: Node, payloads: Sequence[Buffer]) -> bool:
+        """Put a node's pieces into the spool: digested, not yet durable, in no catalog.
+
+        Args:
+            payloads: one C-contiguous buffer per entry of `node.pieces`.
+
+        Returns:
+            False where the node is staged or published already; that is success.
+
+        Raises:
+            IntegrityError: a payload is empty or is not what its content id says.
+            StorageFullError: nothing was staged.
+        """
+        return intake.stage(self._open(), node, payloads)
+
+    def staged(self, ids: Iterable[bytes] | None = None) -> tuple[Node, ...]:
+        """Nodes in the spool (those asked for), parents before children; damaged files are left out."""
+        return tuple(entry.node for entry in intake.staged(self._open(), ids)[0])
+
+    def publish_staged(self, ids: Iterable[bytes] | None = None) -> PublishReport:
+        """Make staged nodes durable and visible, and take them from the spool.
+
+        Args:
+            ids: which nodes; None for all that are staged. A node that is published already counts as reused.
+
+        Raises:
+            StorageFullError: what was not published stays staged; call again when there is space.
+        """
+        return intake.publish_staged(self._open(), ids)
+
+    def publish(self, node: Node, payloads: Sequence[Buffer]) -> Ticket:
+        """Publish in the background, by the next group commit. The payload is copied before this returns.
+
+        Raises:
+            IntegrityError: a payload is empty or is not what its content id says.
+        """
+        return intake.publish(self._open(), node, payloads)
+
+    def flush(self) -> None:
+        """Return when everything published or recorded before is durable; raises what it failed with."""
+        self._open().committer.flush()
+
+    # lookup
+
+    def refresh(self) -> None:
+        """Take up what other processes appended. Lookups do so by themselves, on an object store at most every second."""
+        self._open().catalog.refresh("placements", "nodes", force=True)
+
+    def get(self, id: bytes) -> Node | None:
+        """A published node by causal id."""
+        return self._nodes().get(id)
+
+    def children(self, parent: bytes) -> tuple[Node, ...]:
+        """Published nodes whose parent is this causal id (or scope), oldest first."""
+        return self._nodes().children(parent)
+
+    def nodes(self, kind: str | None = None) -> tuple[Node, ...]:
+        """All published nodes (of a kind), oldest first."""
+        return self._nodes().of_kind(kind)
+
+    def find(self, prefix_hex: str) -> tuple[Node, ...]:
+        """Nodes whose causal id starts with these hex digits; InputError for anything else."""
+        digits = prefix_hex.lower()
+        if not digits or len(digits) > 64 or set(digits) - set("0123456789abcdef"):
+            raise InputError(f"id prefix {prefix_hex[:80]!r}: use 1 to 64 hex digits")
+        return self._nodes().with_prefix(digits)
+
+    def chain(self, id: bytes) -> tuple[Node, ...]:
+        """The nodes that lead to a boundary, root first; NotFoundError where one is missing."""
+        nodes = self._nodes()
+        chain: list[Node] = []
+        while not chain or not chain[-1].is_root:
+            wanted = chain[-1].parent if chain else id
+            node = nodes.get(wanted)
+            if node is None:
+                raise NotFoundError(f"chain to {id.hex()}: no node {wanted.hex()} in this memory; recompute it")
+            chain.append(node)
+        return tuple(reversed(chain))
+
+    def manifest(self, id: bytes) -> Manifest:
+        """Manifest of the boundary that a node reaches."""
+        return project(self.chain(id))
+
+    def available(self, id: bytes, tier: str | None = None) -> bool:
+        """Whether a node is published and every piece has a ready copy this node reaches (in that tier)."""
+        parts = self._open()
+        parts.catalog.refresh("placements", "nodes")
+        node = parts.catalog.nodes.get(id)
+        return node is not None and all(parts.reader.replicas(content, tier) for content in node.pieces)
+
+    def placements(self, content: bytes) -> tuple[Placement, ...]:
+        """Ready copies of a piece that this node reaches, nearest tier first."""
+        parts = self._open()
+        parts.catalog.refresh("placements")
+        return parts.reader.replicas(content)
+
+    # residency
+
+    def hold(self, ids: Iterable[bytes], ttl_s: float = TTL_S) -> Lease:
+        """Keep nodes from eviction until the lease is released (once) or `ttl_s` seconds passed."""
+        self._open()
+        return self._leases.hold(ids, ttl_s)
+
+    def promote(self, ids: Sequence[bytes], tier: str = "ssd") -> PromoteReport:
+        """Copy the pieces of nodes into a nearer tier, BLAKE3 verified before they are ready there.
+
+        Raises:
+            NotFoundError: a node that is not published; nothing was copied.
+            StorageFullError: what was not copied is not visible.
+        """
+        return self._open().promoter.promote(ids, self._tier(tier))
+
+    def read(self, requests: Sequence[tuple[bytes, Buffer]], *, tier: str | None = None) -> ReadReport:
+        """Fill buffers with pieces, each verified (length and xxh3-128) before this returns.
+
+        Args:
+            requests: (content id, writable C-contiguous buffer of exactly the piece's size).
+            tier: read from this tier alone; default the nearest that has the piece.
+
+        Raises:
+            NotFoundError: a piece without any ready copy; nothing was read.
+            IntegrityError: no copy of a piece is good; each bad one was quarantined with the reason. The buffers'
+                content is undefined then.
+        """
+        started = time.perf_counter()
+        parts = self._open()
+        if tier is not None:
+            self._tier(tier)
+        parts.catalog.refresh("placements")
+        report = parts.reader.read(requests, tier)
+        return replace(report, ms=(time.perf_counter() - started) * 1e3)
+
+    # decisions, events, branches
+
+    def record(self, kind: str, subject: bytes, body: Mapping[str, Any]) -> int:
+        """Append a decision or observation (plain JSON) and return its sequence; durable after `flush` or `close`."""
+        parts = self._open()
+        try:
+            to_json(body)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"record {kind!r}: the body is not plain JSON ({error})") from error
+        record = Record(parts.clock.next(), kind, bytes(subject), dict(body))
+        parts.committer.submit_facts(Facts(records=[record]))
+        return record.sequence
+
+    def records(self, kind: str | None = None, subject: bytes | None = None) -> tuple[Record, ...]:
+        """Records in commit order, of a kind, about a subject."""
+        return tuple(self._settled().catalog.records(kind, subject))
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What must not be lost though nothing stopped: one causal id with two content ids, and the like."""
+        return tuple(self._settled().catalog.events())
+
+    def branches(self) -> tuple[Branch, ...]:
+        """Every branch, by name."""
+        self._settled()
+        return self._branches.all()
+
+    def branch(self, name: str) -> Branch:
+        """One branch; NotFoundError where there is none."""
+        self._settled()
+        return self._branches.get(name)
+
+    def create_branch(self, name: str, head: bytes, *, actor: str, reason: str, source: str | None = None) -> Branch:
+        """Name a published node; `source` is the branch it forks from. BranchMovedError where the name is taken."""
+        self._settled()
+        return self._branches.create(name, head, actor=actor, reason=reason, source=source)
+
+    def move_branch(
+        self, name: str, head: bytes, *, expected: bytes, actor: str, reason: str, action: str = "move"
+    ) -> Branch:
+        """Compare-and-set a head; BranchMovedError where it does not stand at `expected`."""
+        self._settled()
+        return self._branches.move(name, head, expected=expected, actor=actor, reason=reason, action=action)
+
+    def log(self, name: str) -> tuple[Move, ...]:
+        """Moves of a branch, oldest first."""
+        self._settled()
+        return self._branches.log(name)
+
+    # care
+
+    @property
+    def recovered(self) -> tuple[Recovered, ...]:
+        """What recovery found and did at open, or when an abandoned volume was taken over since."""
+        return tuple(self._parts.recovered)
+
+    def verify(self, ids: Iterable[bytes] | None = None, *, deep: bool = True) -> VerifyReport:
+        """Check copies against their content ids (`deep`), or only that they are there and long enough.
+
+        Bad copies are quarantined. `VerifyReport.ok` says whether anything is wrong.
+        """
+        return self._settled().verifier.verify(ids, deep)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since this handle was opened, and the sizes of its indexes."""
+        parts = self._open()
+        held = self._leases.held()
+        return {
+            **parts.stats.snapshot(),
+            "nodes": len(parts.catalog.nodes),
+            "leases": sum(held.values()),
+            "leases_expired": self._leases.expired,
+        }
+
+    def usage(self) -> dict[str, int]:
+        """Bytes of ready pieces per tier that this node reaches, without padding."""
+        parts = self._open()
+        parts.catalog.refresh("placements")
+        sizes = dict.fromkeys(parts.tiers, 0)
+        for content in parts.catalog.placements.contents():
+            for placement in parts.reader.replicas(content):
+                sizes[placement.tier] += placement.nbytes
+        return sizes
+
+    def close(self) -> None:
+        """Publish what is queued and let go. Idempotent; in a forked child it only marks the handle."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() == self._pid:
+            atexit.unregister(self._at_exit)
+            self._parts.close()
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Session:
+        if self._closed:
+            raise ClosedError("memory: closed; open it again")
+        if os.getpid() != self._pid:
+            raise ClosedError("memory: this handle was inherited by fork; open the memory again in the child process")
+        return self._parts
+
+    def _settled(self) -> Session:
+        """The parts, with this process's own queued facts in the catalog."""
+        parts = self._open()
+        if parts.committer.pending_facts:
+            parts.committer.flush()
+        return parts
+
+    def _nodes(self) -> NodeIndex:
+        parts = self._open()
+        parts.catalog.refresh("nodes")
+        return parts.catalog.nodes
+
+    def _tier(self, name: str) -> Tier:
+        tier = self._parts.tiers.get(name)
+        if tier is None:
+            raise NotFoundError(f"no tier {name!r} in this memory; it has {', '.join(self._parts.tiers)}")
+        return tier
+
+
+def _close_at_exit(memory: "weakref.ref[Memory]") -> Callable[[], None]:
+    def close() -> None:
+        alive = memory()
+        if alive is not None:
+            alive.close()
+
+    return close

@@ -1,0 +1,221 @@
+"""Publication of one group: payload, barrier, catalog, barrier, acknowledgement.
+
+Pieces that are durable in the home tier already are not written again. A causal id that the memory holds with other
+content keeps what it has; the difference becomes an event.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from numem.errors import IntegrityError
+from numem.state.node import Node
+from numem.store import barrier
+from numem.store.catalog import Catalog, Facts
+from numem.store.facts import Clock, Event, Placement, State
+from numem.store.nodes import node_document
+from numem.store.pieces import Piece, Slot
+from numem.store.reports import PublishReceipt
+from numem.store.stats import Stats
+from numem.store.tier import Prepare, Tier
+from numem.store.volume import Volume
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJob:
+    """A node on its way into the memory; one piece per entry of `node.pieces`."""
+
+    node: Node
+    pieces: tuple[Piece, ...]
+    future: "Future[PublishReceipt]"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+class Publisher:
+    """Turns groups of jobs into commits of the home tier and the catalog. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        home: Tier,
+        stats: Stats,
+        prepare: Prepare,
+        describe: Callable[[bytes], Mapping[str, object] | None],
+    ) -> None:
+        self._catalog = catalog
+        self._home = home
+        self._stats = stats
+        self._prepare = prepare
+        self._describe = describe
+        # Written durably, but the catalog commit behind it failed: used by the next group instead of writing again.
+        self._uncatalogued: dict[bytes, Placement] = {}
+        self._described: set[tuple[str, bytes]] = set()
+
+    def commit(self, jobs: Sequence[NodeJob], facts: Facts) -> None:
+        """Make jobs and facts durable, then resolve the jobs' futures. On an error nothing of the group is visible."""
+        self._catalog.refresh("placements", "nodes")
+        facts = Facts(**{name: list(getattr(facts, name)) for name in Facts.__slots__})
+        needed = self._needed(jobs, facts)
+        new = [job for job in jobs if job.node.id not in self._catalog.nodes]
+        damaged: Mapping[bytes, str] = {}
+        if needed or new:
+            damaged = self._write(list(needed.values()), new)
+        with self._catalog.transaction():
+            # Others may have published meanwhile: what is looked up here stays true until the facts are appended.
+            receipts = self._decide(jobs, damaged, needed, facts)
+            facts.placements.extend(self._uncatalogued.values())
+            self._catalog.append(facts)
+            self._uncatalogued.clear()
+            receipts = self._confirm(jobs, receipts)
+        barrier.reached("durable")
+        self._stats.add("group_commits", 1)
+        for job, receipt in zip(jobs, receipts, strict=True):
+            self._count(receipt)
+            job.future.set_result(receipt)
+
+    def _needed(self, jobs: Sequence[NodeJob], facts: Facts) -> dict[bytes, Piece]:
+        """Pieces that no usable copy in the home tier holds; a copy that is gone is quarantined."""
+        needed: dict[bytes, Piece] = {}
+        for job in jobs:
+            held = self._catalog.nodes.get(job.node.id)
+            if held is not None and held.pieces != job.node.pieces:
+                continue
+            for piece in job.pieces:
+                if piece.content in needed:
+                    needed[piece.content] = _either(needed[piece.content], piece)
+                elif not self._durable(piece.content, facts):
+                    needed[piece.content] = piece
+        return needed
+
+    def _durable(self, content: bytes, facts: Facts) -> bool:
+        if content in self._uncatalogued:
+            return True
+        for placement in self._catalog.placements.current(content):
+            if placement.state is State.READY and self._home.reachable(placement):
+                if self._home.present(placement):
+                    return True
+                gone = placement.turned(self._catalog.clock.next(), State.QUARANTINED, "sidecar missing or cut short")
+                self._catalog.placements.note(gone)
+                facts.placements.append(gone)
+        return False
+
+    def _write(self, pieces: Sequence[Piece], new: Sequence[NodeJob]) -> Mapping[bytes, str]:
+        described: set[tuple[str, bytes]] = set()
+
+        def document(volume: Volume, damaged: Mapping[bytes, str]) -> str:
+            whole = [job.node for job in new if not any(piece in damaged for piece in job.node.pieces)]
+            identities = {}
+            for scope in {node.scope for node in whole}:
+                description = self._describe(scope)
+                if description is not None and (volume.name, scope) not in self._described:
+                    identities[scope.hex()] = description
+                    described.add((volume.name, scope))
+            return json.dumps({"identities": identities, "nodes": [node_document(node) for node in whole]})
+
+        volume, written = self._home.append(pieces, document, self._prepare)
+        self._described |= described
+        for slot in written.slots:
+            self._uncatalogued[slot.content] = placement_at(slot, self._home, volume, self._catalog.clock.next())
+        barrier.reached("payload durable", volume.label)
+        return written.damaged
+
+    def _decide(
+        self, jobs: Sequence[NodeJob], damaged: Mapping[bytes, str], needed: Mapping[bytes, Piece], facts: Facts
+    ) -> list[PublishReceipt]:
+        receipts = []
+        written = {content for content in needed if content not in damaged}
+        added: dict[bytes, Node] = {}
+        for job in jobs:
+            node = job.node
+            bad = [damaged[piece] for piece in node.pieces if piece in damaged]
+            held = added.get(node.id) or self._catalog.nodes.get(node.id)
+            if held is not None and held.pieces != node.pieces:
+                event = difference(held, node, [*self._catalog.events(), *facts.events], self._catalog.clock)
+                if event is not None:
+                    facts.events.append(event)
+                receipts.append(PublishReceipt(node.id, conflict=True))
+                continue
+            if bad:
+                receipts.append(PublishReceipt(node.id, missing=bad[0]))
+                continue
+            if held is None:
+                added[node.id] = node
+                facts.nodes.append(node)
+            stored = []
+            for piece in job.pieces:
+                if piece.content in written:
+                    written.discard(piece.content)
+                    stored.append(piece)
+            receipts.append(
+                PublishReceipt(
+                    node.id,
+                    stored=len(stored),
+                    reused=len(job.pieces) - len(stored),
+                    stored_bytes=sum(piece.nbytes for piece in stored),
+                    logical_bytes=job.nbytes,
+                )
+            )
+        return receipts
+
+    def _confirm(self, jobs: Sequence[NodeJob], receipts: Sequence[PublishReceipt]) -> list[PublishReceipt]:
+        """Who was first is settled by commit order; on an object store, where no lock orders the writers, only now."""
+        confirmed, late = [], Facts()
+        for job, receipt in zip(jobs, receipts, strict=True):
+            held = self._catalog.nodes.get(job.node.id)
+            if held is not None and held.pieces != job.node.pieces and not receipt.conflict:
+                event = difference(held, job.node, [*self._catalog.events(), *late.events], self._catalog.clock)
+                late.events += [event] if event is not None else []
+                receipt = PublishReceipt(job.node.id, conflict=True)
+            confirmed.append(receipt)
+        if late:
+            self._catalog.append(late)
+        return confirmed
+
+    def _count(self, receipt: PublishReceipt) -> None:
+        self._stats.add("conflicts", int(receipt.conflict))
+        self._stats.add("nodes_published", int(not receipt.conflict and not receipt.missing))
+        self._stats.add("pieces_stored", receipt.stored)
+        self._stats.add("pieces_reused", receipt.reused)
+        self._stats.add("bytes_stored", receipt.stored_bytes)
+
+
+def placement_at(slot: Slot, tier: Tier, volume: Volume, sequence: int) -> Placement:
+    """The ready placement of a piece that a volume commit wrote."""
+    return Placement(
+        sequence=sequence,
+        content=slot.content,
+        tier=tier.name,
+        node=tier.config.node,
+        volume=volume.name,
+        file=slot.file,
+        blob=slot.blob,
+        offset=slot.offset,
+        nbytes=slot.nbytes,
+        row=slot.row,
+        skip=slot.skip,
+        xxh3=slot.xxh3,
+    )
+
+
+def difference(held: Node, offered: Node, known: Sequence[Event], clock: Clock) -> Event | None:
+    """The event that one causal id was computed with two contents; None where it is known already."""
+    body = {"held": [c.hex() for c in held.pieces], "offered": [c.hex() for c in offered.pieces]}
+    if any(event.subject == held.id and event.body == body for event in known):
+        return None
+    return Event(clock.next(), "non-determinism", held.id, body)
+
+
+def _either(first: Piece, second: Piece) -> Piece:
+    """A piece loaded from the first source, or from the second where that one is damaged."""
+
+    def load(view: memoryview) -> None:
+        try:
+            first.load(view)
+        except IntegrityError:
+            second.load(view)
+
+    return Piece(first.content, first.nbytes, first.xxh3, load)

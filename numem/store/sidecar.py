@@ -1,0 +1,140 @@
+"""Positioned reads and writes of Lance's packed blob sidecars.
+
+The only module that knows their path: `data/<stem of the data file>/<blob id, 32 binary digits, reversed>.blob`, a raw
+concatenation of payloads. That is an internal of Lance, so it is compared with Lance's own reader whenever a volume
+is first used, and `volume.py` falls back to that reader where they disagree.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+from numem.identity.digest import Buffer
+
+# preadv takes at most IOV_MAX buffers and returns at most 2 GiB - 4 KiB.
+_IOV_MAX = 1024
+_CALL_BYTES = 1 << 30
+_OPEN_FILES = 128
+
+
+def sidecar_name(file: str, blob: int) -> str:
+    """Path of a packed blob below a dataset's root; `file` is the data file's name."""
+    return f"data/{file.removesuffix('.lance')}/{f'{blob:032b}'[::-1]}.blob"
+
+
+class SidecarFiles:
+    """Open sidecars of local volumes: descriptors are kept and shared between threads, the oldest closed first."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._open: OrderedDict[Path, _Descriptor] = OrderedDict()
+
+    def read_into(self, path: Path, offset: int, buffers: Sequence[Buffer]) -> int:
+        """Fill consecutive buffers from `offset`; returns the bytes read, fewer only at the end of the file.
+
+        Raises:
+            OSError: the file is missing or unreadable.
+        """
+        descriptor = self._descriptor(path)
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        total = 0
+        at, skip = 0, 0
+        while at < len(views):
+            window, size = [], 0
+            for index in range(at, min(at + _IOV_MAX, len(views))):
+                view = views[index][skip:] if index == at else views[index]
+                window.append(view[: max(0, _CALL_BYTES - size)])
+                size += len(window[-1])
+                if size >= _CALL_BYTES:
+                    break
+            got = os.preadv(descriptor.number, window, offset + total)
+            if got == 0 and size:
+                return total
+            total += got
+            while at < len(views) and got >= len(views[at]) - skip:
+                got -= len(views[at]) - skip
+                at, skip = at + 1, 0
+            skip += got
+        return total
+
+    def forget(self, path: Path) -> None:
+        """Close a sidecar, so that the next read sees the file that has the name now."""
+        with self._lock:
+            self._open.pop(path, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._open.clear()
+
+    def _descriptor(self, path: Path) -> "_Descriptor":
+        with self._lock:
+            found = self._open.get(path)
+            if found is None:
+                found = self._open[path] = _Descriptor(path)
+                if len(self._open) > _OPEN_FILES:
+                    self._open.popitem(last=False)
+            else:
+                self._open.move_to_end(path)
+            return found
+
+
+class SidecarWriter:
+    """Writes the sidecar of one data file. A context manager; the file is made at the first write.
+
+    Args:
+        root: of a local dataset.
+        file: the data file's name; new, so that nobody else writes here.
+        blob: the sidecar's blob id.
+    """
+
+    def __init__(self, root: Path, file: str, blob: int) -> None:
+        self._path = root / sidecar_name(file, blob)
+        self._descriptor = -1
+        self._end = 0
+
+    def write(self, data: Buffer, alignment: int) -> int:
+        """Append bytes at the next multiple of `alignment`; returns where they start."""
+        if self._descriptor < 0:
+            self._path.parent.mkdir(parents=True)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        start = -(-self._end // alignment) * alignment
+        view = memoryview(data).cast("B")
+        at = start
+        while len(view):
+            done = os.pwrite(self._descriptor, view[:_CALL_BYTES], at)
+            view, at = view[done:], at + done
+        self._end = at
+        return start
+
+    def align(self, alignment: int) -> None:
+        """Let the file end at a multiple of `alignment`, with zeros."""
+        if self._descriptor >= 0:
+            self._end = -(-self._end // alignment) * alignment
+            os.ftruncate(self._descriptor, self._end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+class _Descriptor:
+    """A file descriptor closed when the last reader lets go of it."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        number = getattr(self, "number", -1)
+        if number >= 0:
+            os.close(number)

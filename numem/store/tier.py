@@ -1,0 +1,252 @@
+"""A tier: a set of volumes at one location, of which this process appends to its own newest."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import RLock
+
+import filelock
+
+from numem.errors import StoreError
+from numem.store import barrier
+from numem.store.facts import Placement
+from numem.store.ledger import Ledger
+from numem.store.objects import Objects
+from numem.store.pieces import CLOSE_BYTES, CLOSE_COMMITS, Piece, Written, padded
+from numem.store.sidecar import SidecarFiles
+from numem.store.urls import Location
+from numem.store.volume import Volume
+
+_VOLUME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\.w\d{3}\.\d{6}")
+# Nearer to compute first. Names that are not listed stand between ssd and object.
+_RANKS = {"gpu": 0, "host": 1, "ram": 1, "ssd": 2, "object": 4, "archive": 5}
+
+
+class WriterLock:
+    """A writer's number on this node, held for the life of the process: it names the volumes this process appends to."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._held: filelock.FileLock | None = None
+        self._number = -1
+        self._lock = RLock()
+
+    @property
+    def number(self) -> int:
+        """The number, taken on first use: the lowest that no live process holds."""
+        with self._lock:
+            number = 0
+            while self._held is None:
+                lock = self.try_lock(number)
+                if lock is not None:
+                    self._held, self._number = lock, number
+                number += 1
+            return self._number
+
+    def try_lock(self, number: int) -> filelock.FileLock | None:
+        """The lock of a number, acquired, or None where another process (or this one) holds it."""
+        lock = filelock.FileLock(self._directory / f"writer-{number:03d}.lock", thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            return None
+        return lock
+
+    @contextmanager
+    def borrowed(self, number: int) -> Iterator[bool]:
+        """Whether a number is free, or held by this process anyway; held for the time of the with block."""
+        with self._lock:
+            if self._held is not None and self._number == number:
+                yield True
+                return
+            lock = self.try_lock(number)
+            try:
+                yield lock is not None
+            finally:
+                if lock is not None:
+                    lock.release()
+
+    def release(self) -> None:
+        with self._lock:
+            if self._held is not None:
+                self._held.release()
+                self._held = None
+
+
+Prepare = Callable[["Tier", str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """A configured tier.
+
+    Attributes:
+        name, location: as given.
+        node: "" where every node sees the same bytes, else the node it belongs to.
+        owner: random id of this node's local state; only volumes of the same owner are appended to.
+    """
+
+    name: str
+    location: Location
+    node: str
+    owner: str
+
+    @property
+    def rank(self) -> int:
+        return _RANKS.get(self.name, 3)
+
+
+class Tier:
+    """Volumes of one tier."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        node: str,
+        ledger: Ledger | None,
+        options: Mapping[str, str] | None,
+        writers: WriterLock,
+    ) -> None:
+        self.config = config
+        self.name = config.name
+        self._node = node
+        self._ledger = ledger if config.location.local else None
+        self._options = options
+        self._writers = writers
+        self._lock = RLock()
+        self._volumes: dict[str, Volume] = {}
+        self._checked: dict[str, bool] = {}
+        self._writing: tuple[Volume, int] | None = None
+        self.objects = None if config.location.local else Objects(config.location, options)
+
+    def reachable(self, placement: Placement) -> bool:
+        """Whether this node can read a placement."""
+        return placement.tier == self.name and placement.node == self.config.node
+
+    def volume(self, name: str) -> Volume:
+        """A volume by the name that a placement gives; names of another form are refused."""
+        with self._lock:
+            found = self._volumes.get(name)
+            if found is None:
+                if not _VOLUME.fullmatch(name):
+                    raise StoreError(f"tier {self.name}: {name!r} is not the name of a volume")
+                found = self._volumes[name] = Volume(
+                    name,
+                    f"{self._label()}/{name}",
+                    self.config.location.child(f"{name}.lance"),
+                    self._ledger,
+                    self._options,
+                )
+            return found
+
+    def positioned(self, placement: Placement, files: SidecarFiles) -> bool:
+        """Whether the volume's sidecars may be read by position: compared with Lance's reader once per volume."""
+        agrees = self._checked.get(placement.volume)
+        if agrees is None:
+            agrees = self.volume(placement.volume).sidecar_agrees(files, placement)
+            if agrees is None:
+                return True  # xxh3 still decides about every byte that is read by position
+            self._checked[placement.volume] = agrees
+        return agrees
+
+    def present(self, placement: Placement) -> bool:
+        """Whether the placement's sidecar is there and long enough: what deduplication may rely on."""
+        path = self.volume(placement.volume).sidecar(placement.file, placement.blob)
+        if path is None:
+            return True
+        try:
+            return path.stat().st_size >= placement.offset + placement.nbytes
+        except OSError:
+            return False
+
+    def own_volumes(self, number: int) -> list[str]:
+        """Volumes that a writer number of this node made, oldest first."""
+        return [name for name in self._marked(f"{self._node}.w{number:03d}.") if self._owned(name)]
+
+    def writer_numbers(self) -> list[int]:
+        """Writer numbers of this node that ever made a volume here."""
+        return sorted({int(name.split(".")[1][1:]) for name in self._marked(f"{self._node}.w")})
+
+    def _marked(self, prefix: str) -> list[str]:
+        """Volumes with a creation marker, in name order."""
+        if self.objects is not None:
+            names = self.objects.names(prefix)
+        elif self.config.location.path is not None and self.config.location.path.is_dir():
+            names = [path.name for path in self.config.location.path.glob(f"{prefix}*.volume")]
+        else:
+            names = []
+        volumes = (name.removesuffix(".volume") for name in names if name.endswith(".volume"))
+        return sorted(name for name in volumes if _VOLUME.fullmatch(name))
+
+    def append(
+        self, pieces: Sequence[Piece], facts: Callable[[Volume, Mapping[bytes, str]], str], prepare: Prepare
+    ) -> tuple[Volume, Written]:
+        """Append pieces to this process's volume, durably; one thread at a time. See `Volume.append`.
+
+        Args:
+            prepare: recovers a volume that an earlier process left, before it is appended to; False closes it.
+        """
+        with self._lock:
+            volume = self._open_volume(prepare)
+            written = volume.append(pieces, partial(facts, volume))
+            if self._writing is not None:
+                self._writing = (volume, self._writing[1] + sum(padded(slot.nbytes) for slot in written.slots))
+            return volume, written
+
+    def _open_volume(self, prepare: Prepare) -> Volume:
+        with self._lock:
+            if self._writing is not None:
+                volume, size = self._writing
+                if size < CLOSE_BYTES and volume.commits < CLOSE_COMMITS:
+                    return volume
+                self._writing = None
+                return self._create_next(volume.name)
+            names = self.own_volumes(self._writers.number)
+            if names and prepare(self, names[-1]):
+                volume = self.volume(names[-1])
+                volume.create()
+                size = volume.payload_bytes()
+                if size < CLOSE_BYTES and volume.commits < CLOSE_COMMITS:
+                    self._writing = (volume, size)
+                    return volume
+            return self._create_next(names[-1] if names else "")
+
+    def _create_next(self, after: str) -> Volume:
+        number = int(after.rsplit(".", 1)[1]) + 1 if after else 1
+        while True:
+            name = f"{self._node}.w{self._writers.number:03d}.{number:06d}"
+            marker = json.dumps({"format": 1, "node": self._node, "owner": self.config.owner}).encode()
+            if self._mark(name, marker):
+                volume = self.volume(name)
+                volume.create()
+                self._writing = (volume, 0)
+                return volume
+            number += 1
+
+    def _mark(self, name: str, marker: bytes) -> bool:
+        path = self.config.location.path
+        if path is None:
+            assert self.objects is not None
+            return self.objects.create(f"{name}.volume", marker)
+        barrier.make_directory(path)
+        temporary = path / f".{name}.{self.config.owner}.tmp"
+        return barrier.write_exclusive(path / f"{name}.volume", marker, temporary)
+
+    def _owned(self, name: str) -> bool:
+        path = self.config.location.path
+        try:
+            if path is not None:
+                marker = json.loads((path / f"{name}.volume").read_bytes())
+            else:
+                assert self.objects is not None
+                marker = json.loads(self.objects.read(f"{name}.volume"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(marker, dict) and marker.get("owner") == self.config.owner
+
+    def _label(self) -> str:
+        return f"{self.name}@{self.config.node}" if self.config.node else self.name

@@ -1,0 +1,87 @@
+"""Where a memory may live: names that never become paths unchecked, and the schemes that Lance commits to."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from numem.errors import SchemeError
+
+# Lance commits through its own object store. fsspec file systems, in-memory stores and read-only hubs cannot be the
+# home of an open volume: a commit there is not atomic, not shared or not kept.
+SCHEMES = ("file", "s3", "gs", "az")
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//|:)|[^/]*::")
+
+
+def require_name(what: str, name: object) -> str:
+    """A node or tier name: 1 to 63 of a-z, 0-9 and "-", not starting with "-". SchemeError otherwise."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SchemeError(f"{what} name {name!r}: use 1 to 63 characters of a-z, 0-9 and '-', starting with a-z or 0-9")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A directory or an object-store prefix.
+
+    Attributes:
+        url: what Lance is given: an absolute path, or scheme://bucket/prefix without a trailing slash.
+        path: the same as a local path, None where remote.
+    """
+
+    url: str
+    path: Path | None
+
+    @property
+    def local(self) -> bool:
+        return self.path is not None
+
+    def child(self, name: str) -> "Location":
+        """A location below this one; `name` is one of numem's own fixed or checked names."""
+        return Location(f"{self.url}/{name}", None if self.path is None else self.path / name)
+
+
+def locate(what: str, value: object) -> Location:
+    """Check a home or tier URL before anything is written or connected.
+
+    Raises:
+        SchemeError: not a string or path, a scheme Lance does not commit to, chained URLs, credentials in the URL.
+    """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str):
+        raise SchemeError(
+            f"{what}: {type(value).__name__} is not a path or URL; Lance commits through its own object store, "
+            f"so pass a local directory or a URL on {', '.join(SCHEMES)}"
+        )
+    if not value or "\0" in value:
+        raise SchemeError(f"{what}: {value!r} is not a usable path")
+    if not _URL.match(value):
+        path = Path(os.path.abspath(value))
+        return Location(str(path), path)
+    scheme = value.split(":", 1)[0].lower()
+    if scheme not in SCHEMES or "::" in value:
+        raise SchemeError(
+            f"{what}: {_without_credentials(value)!r} is on a scheme that Lance does not commit to; "
+            f"use a local directory or one of {', '.join(SCHEMES)}"
+        )
+    parts = urlsplit(value)
+    if scheme == "file":
+        if parts.netloc not in ("", "localhost"):
+            raise SchemeError(f"{what}: a file URL names a local directory, {parts.netloc!r} is a host")
+        path = Path(os.path.abspath(unquote(parts.path)))
+        return Location(str(path), path)
+    if "@" in parts.netloc:
+        raise SchemeError(f"{what}: credentials do not belong into a URL; pass them as storage_options")
+    if not parts.netloc:
+        raise SchemeError(f"{what}: {value!r} names no bucket")
+    if parts.query or parts.fragment:
+        raise SchemeError(f"{what}: {value!r} carries a query or fragment; pass options as storage_options")
+    return Location(f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}", None)
+
+
+def _without_credentials(url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", url)

@@ -1,0 +1,364 @@
+"""Publication: staged, written, committed, durable; deduplication; what is damaged is never published."""
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lance.fragment import write_fragments
+
+from numem.errors import ClosedError, InputError, IntegrityError, NotFoundError, StorageFullError
+from numem.identity.digest import content_id
+from numem.identity.fingerprint import Identity, NumericPolicy
+from numem.store import dataset, sidecar, spool
+from numem.store.memory import Memory
+from numem.store.session import content_key
+from tests.store_fixtures import (
+    SCOPE,
+    assert_readable,
+    make_chain,
+    make_node,
+    payload,
+    put,
+    read_back,
+    sidecars,
+    tree,
+)
+
+
+def test_published_nodes_are_read_back_as_bytes_after_reopening(tmp_path: Path) -> None:
+    """vllm-style restart, lmcache#1175, lmcache#2734, lmcache#4778: the index is rebuilt from the durable store."""
+    chain = make_chain(5)
+    with Memory(tmp_path) as memory:
+        report = put(memory, chain)
+        assert (report.nodes, report.stored, report.reused, report.missing) == (5, 5, 0, ())
+        assert report.stored_bytes == report.logical_bytes == 5 * 70_000
+        assert memory.staged() == ()
+        assert_readable(memory, chain)
+    with Memory(tmp_path) as memory:
+        assert memory.recovered == ()
+        assert_readable(memory, chain)
+        assert memory.chain(chain[-1][0].id) == tuple(node for node, _ in chain)
+        assert memory.manifest(chain[-1][0].id).content_ids == tuple(node.pieces[0] for node, _ in chain)
+        assert memory.children(SCOPE) == (chain[0][0],)
+        assert memory.children(chain[0][0].id) == (chain[1][0],)
+        assert memory.children(chain[-1][0].id) == ()
+        assert memory.find(chain[2][0].id.hex()[:11]) == (chain[2][0],)
+        assert memory.nodes("rows") == tuple(node for node, _ in chain)
+        assert memory.nodes("other") == ()
+
+
+def test_publishing_again_stores_nothing(tmp_path: Path) -> None:
+    """mooncake#180, mooncake#2967, mooncake commit 36cb450 (#3479): deduplication is success, three times over."""
+    chain = make_chain(4)
+    with Memory(tmp_path) as memory:
+        put(memory, chain)
+    with Memory(tmp_path) as memory:
+        before = tree(tmp_path / "object"), tree(tmp_path / "catalog")
+        for _ in range(3):
+            assert [memory.stage(node, data) for node, data in chain] == [False] * 4
+            report = memory.publish_staged([node.id for node, _ in chain])
+            assert (report.nodes, report.stored, report.reused, report.stored_bytes) == (4, 0, 4, 0)
+        ticket = memory.publish(*chain[0])
+        assert not ticket.accepted
+        assert ticket.published.result().reused == 1
+    assert (tree(tmp_path / "object"), tree(tmp_path / "catalog")) == before
+
+
+def test_nodes_share_pieces_of_equal_content(tmp_path: Path) -> None:
+    """seed case 40: content is shared by digest, whoever names it."""
+    shared, own = payload(70_000, 1), payload(70_000, 2)
+    first, second = make_node([shared], name="a"), make_node([shared, own, shared], name="b")
+    with Memory(tmp_path) as memory:
+        assert put(memory, [(first, [shared])]).stored == 1
+        report = put(memory, [(second, [shared, own, shared])])
+        assert (report.stored, report.reused, report.stored_bytes) == (1, 2, 70_000)
+        assert report.logical_bytes == 210_000
+        assert read_back(memory, second, [70_000] * 3) == [shared, own, shared]
+        assert memory.usage() == {"object": 140_000, "ssd": 0}
+
+
+def test_large_pieces_are_aligned_and_small_ones_bundled(tmp_path: Path) -> None:
+    """The volume of one commit: pieces of 64 KiB and more at multiples of 4 KiB, the others back to back behind."""
+    sizes = [65_537, 1, 65_536, 300, 4_096, 65_535]
+    data = [payload(size, number) for number, size in enumerate(sizes)]
+    node = make_node(data)
+    with Memory(tmp_path) as memory:
+        report = put(memory, [(node, data)])
+        assert report.stored == 6
+        places = {size: memory.placements(content)[0] for size, content in zip(sizes, node.pieces, strict=True)}
+        assert [places[size].offset for size in (65_537, 65_536)] == [0, 69_632]
+        assert [places[size].offset for size in (1, 300, 4_096, 65_535)] == [135_168, 135_169, 135_469, 139_565]
+        assert len({place.blob for place in places.values()}) == 1
+        assert read_back(memory, node, sizes) == data
+    assert [path.stat().st_size for path in sidecars(tmp_path / "object")] == [135_168 + 1 + 300 + 4_096 + 65_535]
+
+
+def test_a_group_of_small_nodes_is_one_commit(tmp_path: Path) -> None:
+    """Group commit: 100 nodes of 256 bytes make one payload commit, not 100."""
+    nodes = [(make_node([payload(256, n)], name=str(n)), [payload(256, n)]) for n in range(100)]
+    with Memory(tmp_path) as memory:
+        assert put(memory, nodes).stored == 100
+        assert memory.stats()["group_commits"] == 1
+        assert_readable(memory, nodes)
+    assert len(sidecars(tmp_path / "object")) == 1
+
+
+def test_staged_bytes_are_checked_before_they_are_published(tmp_path: Path) -> None:
+    """LMCache#207, lmcache#4991: nothing torn or foreign is published; it is reported and set aside."""
+    chain = make_chain(6)
+    with Memory(tmp_path) as memory:
+        for node, data in chain:
+            memory.stage(node, data)
+        files = [tmp_path / "spool" / f"{node.id.hex()}.stage" for node, _ in chain]
+        with open(files[0], "r+b") as file:
+            file.truncate(files[0].stat().st_size - 1)
+        damaged = bytearray(files[1].read_bytes())
+        damaged[-1] ^= 1
+        files[1].write_bytes(damaged)
+        files[2].write_bytes(b"")
+        files[3].unlink()
+        damaged = bytearray(files[4].read_bytes())
+        damaged[40] ^= 1  # in the header
+        files[4].write_bytes(damaged)
+        report = memory.publish_staged([node.id for node, _ in chain])
+        assert set(report.missing) == {node.id for node, _ in chain[:5]}
+        assert (report.nodes, report.stored) == (1, 1)
+        assert [memory.get(node.id) is None for node, _ in chain] == [True] * 5 + [False]
+        assert memory.staged() == ()
+        assert memory.publish_staged().missing == ()
+        # Recomputed and staged again, they are published like any other.
+        assert put(memory, chain).stored == 5
+        assert_readable(memory, chain)
+    assert len(list((tmp_path / "quarantine").iterdir())) == 4
+
+
+def test_payloads_must_be_what_the_node_says(tmp_path: Path) -> None:
+    """mooncake#3465 (a key with an empty value), and bytes that are not their content id."""
+    good = payload(100, 1)
+    node = make_node([good])
+    with Memory(tmp_path) as memory:
+        with pytest.raises(IntegrityError, match="content id"):
+            memory.stage(node, [payload(100, 2)])
+        with pytest.raises(IntegrityError, match="empty"):
+            memory.stage(node, [b""])
+        with pytest.raises(InputError, match="2 payloads for 1 pieces"):
+            memory.stage(node, [good, good])
+        with pytest.raises(InputError, match="not contiguous"):
+            memory.stage(node, [np.frombuffer(good * 2, np.uint8)[::2]])
+        with pytest.raises(IntegrityError, match="content id"):
+            memory.publish(node, [payload(100, 2)])
+        assert memory.staged() == ()
+        assert memory.publish_staged([node.id]).missing == (node.id,)
+
+
+def test_one_causal_id_with_other_content_is_an_event_and_the_first_wins(tmp_path: Path) -> None:
+    """seed case 41, and design: a second content id for one causal id is recorded, never overwritten."""
+    first, other = payload(70_000, 1), payload(70_000, 2)
+    node, rival = make_node([first]), make_node([other])
+    assert node.id == rival.id
+    with Memory(tmp_path) as memory:
+        assert memory.stage(node, [first])
+        assert not memory.stage(rival, [other])  # against the spool
+        memory.publish_staged()
+        assert not memory.stage(rival, [other])  # against the catalog: known already
+        receipt = memory.publish(rival, [other]).published.result(timeout=30)
+        assert receipt.conflict and not receipt.stored
+        (event,) = memory.events
+        assert (event.kind, event.subject) == ("non-determinism", node.id)
+        assert event.body == {"held": [node.pieces[0].hex()], "offered": [rival.pieces[0].hex()]}
+        assert_readable(memory, [(node, [first])])
+    with Memory(tmp_path) as memory:
+        assert len(memory.events) == 1
+        assert memory.get(node.id) == node
+        assert memory.verify().conflicts == (node.id,)
+
+
+def test_the_payload_is_taken_at_submission(tmp_path: Path) -> None:
+    """pytorch#144657: the caller overwrites its buffer right after an asynchronous publication was submitted."""
+    data = bytearray(payload(300_000, 1))
+    kept = bytes(data)
+    node = make_node([kept])
+    with Memory(tmp_path) as memory:
+        ticket = memory.publish(node, [data])
+        assert ticket.captured.done()
+        data[:] = bytes(len(data))
+        assert ticket.accepted
+        assert ticket.published.result(timeout=30).stored == 1
+        assert read_back(memory, node, [300_000]) == [kept]
+
+
+def test_publications_and_facts_drain_at_close(tmp_path: Path) -> None:
+    """close() publishes what is queued; afterwards every call says that the memory is closed."""
+    chain = make_chain(3)
+    memory = Memory(tmp_path)
+    tickets = [memory.publish(node, data) for node, data in chain]
+    sequence = memory.record("decision", chain[0][0].id, {"choice": "restore", "ms": 1.5})
+    memory.close()
+    memory.close()
+    assert [ticket.published.result(timeout=0).stored for ticket in tickets] == [1, 1, 1]
+    for call in (memory.flush, memory.staged, memory.usage, lambda: memory.get(SCOPE), lambda: memory.stage(*chain[0])):
+        with pytest.raises(ClosedError):
+            call()
+    with Memory(tmp_path) as again:
+        assert_readable(again, chain)
+        (record,) = again.records("decision", chain[0][0].id)
+        assert (record.sequence, record.body) == (sequence, {"choice": "restore", "ms": 1.5})
+        assert again.records("other") == ()
+
+
+def test_records_must_be_plain_json(tmp_path: Path) -> None:
+    with Memory(tmp_path) as memory:
+        for body in ({"a": object()}, {"a": float("nan")}, {"a": b"x"}):
+            with pytest.raises(InputError, match="plain JSON"):
+                memory.record("k", SCOPE, body)
+        first, second = memory.record("k", SCOPE, {}), memory.record("k", SCOPE, {})
+        assert first < second
+        assert [record.sequence for record in memory.records()] == [first, second]
+
+
+def test_identities_are_described_once_and_hold_no_salt(tmp_path: Path) -> None:
+    identity = Identity({"a": 1.5}, NumericPolicy("p", bytes(32)), "cpu", salt=b"tenant-secret-0123456789")
+    with Memory(tmp_path) as memory:
+        memory.register(identity)
+        memory.register(identity)
+        assert memory.identity(identity.scope) == identity.describe()
+    with Memory(tmp_path) as memory:
+        memory.register(identity)
+        memory.flush()
+        assert memory.identities() == {identity.scope: identity.describe()}
+        assert memory.identity(SCOPE) is None
+        assert len(memory._parts.catalog.rows("identities")) == 1
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or b"tenant-secret" not in path.read_bytes()
+
+
+def test_a_tenants_content_ids_are_keyed(tmp_path: Path) -> None:
+    """The same bytes of two tenants are two pieces, and without the salt they cannot be verified or promoted."""
+    data = payload(70_000, 1)
+    identity = Identity({"a": 1}, NumericPolicy("p", bytes(32)), "cpu", salt=b"tenant-secret")
+    plain = make_node([data])
+    secret = replace(plain, scope=identity.scope, pieces=(content_id(data, content_key(b"tenant-secret")),))
+    secret = replace(secret, id=bytes(32), parent=identity.scope)
+    with Memory(tmp_path) as memory:
+        with pytest.raises(IntegrityError, match="content id"):
+            memory.stage(secret, [data])
+        memory.register(identity)
+        put(memory, [(plain, [data])])
+        assert put(memory, [(secret, [data])]).stored == 1
+        assert memory.verify().ok
+        assert memory.promote([secret.id]).failed == {}
+    with Memory(tmp_path, node="other") as memory:
+        assert read_back(memory, secret, [70_000]) == [data]
+        assert "register its identity" in memory.promote([secret.id]).failed[secret.pieces[0].hex()]
+        assert memory.available(secret.id)
+        memory.register(identity)
+        assert memory.promote([secret.id]).promoted == 1
+
+
+@pytest.mark.parametrize("where", ["spool", "payload", "catalog"])
+def test_a_full_disk_publishes_nothing_and_a_retry_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Disk full during publication: StorageFullError, nothing visible, nothing half-applied; then there is space."""
+    chain = make_chain(3)
+    write_rows, write_payload = write_fragments, sidecar.SidecarWriter.write
+
+    def refuse_rows(*args: Any, **options: Any) -> Any:
+        write_rows(*args, **options)  # files are there when the disk turns out to be full
+        raise OSError("LanceError(IO): Unable to write: No space left on device (os error 28)")
+
+    def refuse_payload(self: sidecar.SidecarWriter, data: Any, alignment: int) -> int:
+        if write_payload(self, data, alignment):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return 0
+
+    def refuse_file(file: Any, data: Any) -> None:
+        file.write(data)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Memory(tmp_path) as memory:
+        put(memory, make_chain(1, seed=9, name="before"))
+        before = tree(tmp_path / "object")
+        with monkeypatch.context() as patch:
+            if where == "spool":
+                patch.setattr(spool, "_write_all", refuse_file)
+                with pytest.raises(StorageFullError, match="no space left"):
+                    memory.stage(*chain[0])
+                assert memory.staged() == ()
+                assert list((tmp_path / "spool").iterdir()) == []
+            else:
+                for node, data in chain:
+                    memory.stage(node, data)
+                if where == "payload":
+                    patch.setattr(sidecar.SidecarWriter, "write", refuse_payload)
+                else:
+                    patch.setattr(dataset, "write_fragments", refuse_rows)
+                with pytest.raises(StorageFullError, match="no space left"):
+                    memory.publish_staged()
+                assert len(memory.staged()) == 3
+            assert [memory.get(node.id) for node, _ in chain] == [None] * 3
+        if where == "payload":
+            assert tree(tmp_path / "object") == before
+        report = put(memory, chain)
+        assert (report.nodes, report.missing) == (3, ())
+        assert memory.staged() == ()
+        assert_readable(memory, chain)
+    # Pieces whose catalog commit failed were used, not written a second time.
+    assert sum(path.stat().st_size for path in sidecars(tmp_path / "object")) == 4 * 73_728
+
+
+def test_facts_that_find_no_space_wait_for_it_or_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decision is not lost silently: flush() and close() say that it could not be written."""
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Memory(tmp_path) as memory:
+        with monkeypatch.context() as patch:
+            patch.setattr(dataset, "write_fragments", refuse)
+            memory.record("decision", SCOPE, {"n": 1})
+            with pytest.raises(StorageFullError):
+                memory.flush()
+        memory.flush()
+        assert [record.body for record in memory.records()] == [{"n": 1}]
+        memory.record("decision", SCOPE, {"n": 2})
+        with monkeypatch.context() as patch:
+            patch.setattr(dataset, "write_fragments", refuse)
+            with pytest.raises(StorageFullError):
+                memory.close()
+            memory.close()
+    with Memory(tmp_path) as memory:
+        assert [record.body for record in memory.records()] == [{"n": 1}]
+
+
+def test_a_publication_cannot_be_cancelled(tmp_path: Path) -> None:
+    """Whoever waits may give up; the commit that is under way goes on, and others with it."""
+    chain = make_chain(2)
+    with Memory(tmp_path) as memory:
+        tickets = [memory.publish(node, data) for node, data in chain]
+        assert not tickets[0].published.cancel()
+        assert [ticket.published.result(timeout=30).stored for ticket in tickets] == [1, 1]
+
+
+def test_unknown_ids_are_named(tmp_path: Path) -> None:
+    with Memory(tmp_path) as memory:
+        assert memory.get(SCOPE) is None
+        assert not memory.available(SCOPE)
+        assert memory.placements(SCOPE) == ()
+        for call in (
+            lambda: memory.chain(SCOPE),
+            lambda: memory.manifest(SCOPE),
+            lambda: memory.promote([SCOPE]),
+            lambda: memory.verify([SCOPE]),
+            lambda: memory.read([(SCOPE, bytearray(1))]),
+        ):
+            with pytest.raises(NotFoundError, match=SCOPE.hex()):
+                call()
+        with pytest.raises(InputError, match="hex digits"):
+            memory.find("../x")
+        with pytest.raises(NotFoundError, match="no tier 'moon'"):
+            memory.read([], tier="moon")
