@@ -1,0 +1,189 @@
+"""What each stage of the job did: frozen values, kept as facts of the batch and shown by whoever ran it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixWork:
+    """One prefix in the prefill stage. `computed` counts the rows the model evaluated for it."""
+
+    id: str
+    prompts: int
+    tokens: int
+    computed: int
+    shared: int
+    restored: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReport:
+    """Prefill stage: chunks are counted once each."""
+
+    prefixes: tuple[PrefixWork, ...]
+    staged_chunks: int
+    staged_bytes: int
+    reused_chunks: int
+    ms: float
+
+    @property
+    def computed(self) -> int:
+        return sum(work.computed for work in self.prefixes)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedReport:
+    """Publication stage: new payloads made durable, and what could not be."""
+
+    nodes: int
+    stored: int
+    reused: int
+    stored_bytes: int
+    missing: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromotedReport:
+    """Promotion stage: pieces copied and verified into the decoding node's tier."""
+
+    tier: str
+    promoted: int
+    satisfied: int
+    bytes: int
+    failed: dict[str, str]
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRestore:
+    """One prefix in the restore stage. `digest` is BLAKE3-256 over its rows as restored, hex; empty if none."""
+
+    id: str
+    tokens: int
+    restored: int
+    bytes: int
+    tier: str
+    lookup_ms: float
+    read_ms: float
+    load_ms: float
+    digest: str
+    failures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredReport:
+    """Restore stage."""
+
+    prefixes: tuple[PrefixRestore, ...]
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResult:
+    """One prompt in the decode stage; `computed + shared + restored` is its length.
+
+    `source` is "recomputed" where this run computed the prompt's rows, "restored" where the durable plane gave them,
+    "shared" where resident pages did. `ttft_ms` is admission to first token; for "recomputed" it holds the prefill.
+    """
+
+    id: str
+    tokens: int
+    generated: int
+    computed: int
+    shared: int
+    restored: int
+    restored_bytes: int
+    source: str
+    ttft_ms: float
+    restored_ttft_ms: float | None
+    finish: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedReport:
+    """Decode stage. `digests_equal` tells whether the restored rows matched those of the restore stage.
+
+    `outputs_digest` is SHA-256 over prompt ids and output tokens in table order, hex.
+    """
+
+    prompts: tuple[PromptResult, ...]
+    decode_tokens: int
+    decode_ms: float
+    outputs: str
+    outputs_digest: str
+    digests_compared: int
+    digests_equal: bool
+    failures: tuple[str, ...]
+    ms: float
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        return self.decode_tokens / (self.decode_ms / 1e3) if self.decode_ms else None
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Prompts run alone and never evicted, compared byte for byte with the job's own."""
+
+    prompts: int
+    tokens: int
+    bytes_compared: int
+    ms: float
+    exact: bool
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Summary of samples in ms: nearest-rank median and p95, nulls where there are none."""
+
+    median: float | None
+    p95: float | None
+    n: int
+
+
+def nearest_rank(samples: Sequence[float], p: float) -> float | None:
+    """sorted[ceil(p n) - 1], or None of no samples."""
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(p * len(ordered)) - 1)] if ordered else None
+
+
+def series(samples: Sequence[float]) -> Series:
+    median, p95 = nearest_rank(samples, 0.5), nearest_rank(samples, 0.95)
+    rounded = [None if x is None else round(x, 3) for x in (median, p95)]
+    return Series(rounded[0], rounded[1], len(samples))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The job in one object; see README for the meaning of each field."""
+
+    batch: str
+    model: str
+    memory: str
+    prompts: int
+    requested_tokens: int
+    computed_tokens: int
+    shared_tokens: int
+    restored_tokens: int
+    prefixes: int
+    chunks_stored: int
+    chunks_reused: int
+    stored_bytes: int
+    restored_bytes: int
+    ttft_ms: dict[str, Series]
+    decode_tokens: int
+    decode_tokens_per_s: float | None
+    outputs: str
+    exact: bool | None
+    proof: dict[str, Any]
+    stages_ms: dict[str, float]
+    warnings: tuple[str, ...] = field(default_factory=tuple)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)

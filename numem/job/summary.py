@@ -1,0 +1,73 @@
+"""The job's figures in one object, put together from what its stages recorded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from numem.errors import NotFoundError
+from numem.job.batch import Batch
+from numem.job.record import recall
+from numem.job.reports import Series, Summary, series
+from numem.store.memory import Memory
+
+NO_PROOF: dict[str, Any] = {"prompts": 0, "tokens": 0, "bytes_compared": 0, "ms": None, "differences": []}
+
+
+def summarise(memory: Memory, batch: Batch, run: str) -> Summary:
+    """Summary of a run.
+
+    Raises:
+        NotFoundError: the decode stage of this run recorded nothing.
+    """
+    decoded = recall(memory, batch, run, "decode")
+    if decoded is None:
+        raise NotFoundError(f"batch {batch.id}: run {run} has no decode stage; run the job first")
+    stages = {name: recall(memory, batch, run, name) or {} for name in ("prefill", "publish", "promote", "restore")}
+    prompts: list[Mapping[str, Any]] = list(decoded["prompts"])
+    proof = dict(recall(memory, batch, run, "proof") or {})
+    exact = proof.pop("exact", None)
+    proof.pop("run", None)
+    published = stages["publish"]
+    missing = published.get("missing", 0)
+    warnings = [
+        *(f"{missing} chunks were gone before publication and were recomputed" for _ in range(1) if missing),
+        *(f"promotion of {piece[:16]} failed: {why}" for piece, why in stages["promote"].get("failed", {}).items()),
+        *(failure for prefix in stages["restore"].get("prefixes", []) for failure in prefix["failures"]),
+        *decoded["failures"],
+    ]
+    return Summary(
+        batch=batch.id,
+        model=batch.model,
+        memory=memory.home,
+        prompts=len(prompts),
+        requested_tokens=sum(p["tokens"] for p in prompts),
+        computed_tokens=sum(p["computed"] for p in prompts),
+        shared_tokens=sum(p["shared"] for p in prompts),
+        restored_tokens=sum(p["restored"] for p in prompts),
+        prefixes=len(batch.prefixes),
+        chunks_stored=published.get("stored", 0),
+        chunks_reused=stages["prefill"].get("reused_chunks", 0) + published.get("reused", 0),
+        stored_bytes=published.get("stored_bytes", 0),
+        restored_bytes=sum(p["restored_bytes"] for p in prompts),
+        ttft_ms={
+            "recomputed": _ttft(prompts, "recomputed"),
+            "restored": series([p["restored_ttft_ms"] for p in prompts if p["restored_ttft_ms"] is not None]),
+            "shared": _ttft(prompts, "shared"),
+        },
+        decode_tokens=decoded["decode_tokens"],
+        decode_tokens_per_s=_rate(decoded["decode_tokens"], decoded["decode_ms"]),
+        outputs=decoded["outputs"],
+        exact=None if exact is None else bool(exact and decoded["digests_equal"]),
+        proof=proof or dict(NO_PROOF),
+        stages_ms={
+            name: round(body["ms"], 1) for name, body in {**stages, "decode": decoded}.items() if body.get("ms")
+        },
+        warnings=tuple(dict.fromkeys(warnings)),
+    )
+
+
+def _ttft(prompts: list[Mapping[str, Any]], source: str) -> Series:
+    return series([p["ttft_ms"] for p in prompts if p["source"] == source])
+
+
+def _rate(tokens: int, ms: float) -> float | None:
+    return round(tokens / (ms / 1e3), 2) if ms else None

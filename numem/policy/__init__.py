@@ -1,0 +1,1 @@
+"""Policies of eviction, admission and restore-or-recompute."""
