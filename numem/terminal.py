@@ -5,6 +5,7 @@ Results go to stdout, progress and errors to stderr. With --json a command print
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,8 +85,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str |
 
 
 def memory_home(given: str | None) -> str:
-    """The memory a command works on: as given, or the default below the user's cache."""
-    if given is not None:
+    """The memory a command works on: as given, else $NUMEM_MEMORY, else the default below the user's cache."""
+    given = given or os.environ.get("NUMEM_MEMORY")
+    if given:
         return given
     from numem.models.registry import cache_dir
 

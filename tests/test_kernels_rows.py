@@ -83,6 +83,19 @@ def test_norm_against_float64_in_place_and_per_head(path: str) -> None:
     assert bits(rms_norm(rows[:, 10:90], weight, 1e-5)) == bits(got)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_norm_per_head_of_wider_rows_in_place(path: str) -> None:
+    native.use(path)
+    x, weight = randn(300, 200), randn(16, seed=1)
+    want = x.clone()
+    heads = x[:, 48:128].reshape(-1, 16)
+    want[:, 48:128] = rms_norm(heads, weight, 1e-5).view(300, 80)
+    rms_norm(x[:, 48:128], weight, 1e-5, x[:, 48:128])
+    assert bits(x) == bits(want)
+    with pytest.raises(InputError, match="divides 80"):
+        rms_norm(x[:, 48:128], randn(17), 1e-5)
+
+
 def test_the_torch_references_are_row_invariant_too() -> None:
     native.use("torch")
     x, weight, gates = randn(300, 577), randn(577, seed=1), randn(300, 2 * 77, seed=2)

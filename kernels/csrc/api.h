@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define NM_ABI 1      /* raised with every change of an exported function; native.py checks it */
+#define NM_ABI 2      /* raised with every change of an exported function; native.py checks it */
 #define NM_PAGE 16    /* tokens of a page */
 #define NM_PANEL 32   /* weight columns of a panel */
 #define NM_SPLIT 512  /* keys of an attention split, at absolute multiples */
@@ -51,7 +51,7 @@ typedef struct {
     void (*linear)(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual, int64_t r_stride,
                    float *out, int64_t o_stride, int64_t rows);
     void (*rms_norm)(const float *x, int64_t x_stride, const float *weight, float eps, float offset, float *out,
-                     int64_t o_stride, int64_t rows, int64_t width);
+                     int64_t o_stride, int64_t rows, int64_t groups, int64_t width);
     void (*silu_mul)(const float *gate_up, float *out, int64_t rows, int64_t inner);
     void (*exp)(const float *x, float *out, int64_t n);
     void (*rope_write)(float *qkv, int64_t stride, const float *cos, const float *sin, const int64_t *positions,

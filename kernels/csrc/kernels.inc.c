@@ -238,10 +238,16 @@ NOINLINE void linear_many(const void *context, int64_t item) {
     const int64_t blocks = (rows + MR_MAX - 1) / MR_MAX;
     float acc[MR_MAX * NM_PANEL];
     for (int64_t b = 0; b < blocks; b++) {
-        const int64_t lo = b * rows / blocks, n = (b + 1) * rows / blocks - lo;
-        run_chains(PANEL_CHAINS, n, columns > 16 ? 2 : 1, bf16, k, a->x + (first + lo) * a->x_stride, a->x_stride,
-                   weights, second, weights, second, acc, NM_PANEL);
-        finish_rows(a, first + lo, n, panel * NM_PANEL, columns, acc);
+        const int64_t lo = first + b * rows / blocks, n = first + (b + 1) * rows / blocks - lo;
+        const float *out = a->out + lo * a->o_stride + panel * NM_PANEL;
+        for (int64_t i = 0; i < n; i++) { /* to the second level, while the products run */
+            __builtin_prefetch(out + i * a->o_stride, 0, 2);
+            __builtin_prefetch(out + i * a->o_stride + 16, 0, 2);
+        }
+        /* Not straight to the output: its rows may lie a multiple of 4096 bytes apart, in one set of the first level. */
+        run_chains(PANEL_CHAINS, n, columns > 16 ? 2 : 1, bf16, k, a->x + lo * a->x_stride, a->x_stride, weights, second,
+                   weights, second, acc, NM_PANEL);
+        finish_rows(a, lo, n, panel * NM_PANEL, columns, acc);
     }
 }
 
@@ -273,16 +279,18 @@ typedef struct {
     const float *x, *weight;
     float *out;
     float eps, offset;
-    int64_t x_stride, o_stride, rows, width, shares;
+    int64_t x_stride, o_stride, rows, groups, width, shares; /* a row is `groups` vectors of `width` */
 } norm_args;
 
 NOINLINE void norm_rows(const void *context, int64_t item) {
     const norm_args *a = context;
     const int64_t width = a->width, whole = width / 16 * 16;
     const V16 offset = v_set1(a->offset);
-    for (int64_t row = item * a->rows / a->shares; row < (item + 1) * a->rows / a->shares; row++) {
-        const float *x = a->x + row * a->x_stride;
-        float *out = a->out + row * a->o_stride;
+    const int64_t total = a->rows * a->groups;
+    for (int64_t v = item * total / a->shares; v < (item + 1) * total / a->shares; v++) {
+        const int64_t row = v / a->groups, at = v % a->groups * width;
+        const float *x = a->x + row * a->x_stride + at;
+        float *out = a->out + row * a->o_stride + at;
         V16 acc = v_zero();
         for (int64_t i = 0; i < whole; i += 16) {
             const V16 v = v_load(x + i);
@@ -305,9 +313,10 @@ NOINLINE void norm_rows(const void *context, int64_t item) {
 }
 
 static void CAT(rms_norm_, NM_SUFFIX)(const float *x, int64_t x_stride, const float *weight, float eps, float offset,
-                                      float *out, int64_t o_stride, int64_t rows, int64_t width) {
-    const int64_t threads = rows < 2 || rows * width < TINY_WORK ? 1 : nm_threads();
-    const norm_args a = {x, weight, out, eps, offset, x_stride, o_stride, rows, width, threads};
+                                      float *out, int64_t o_stride, int64_t rows, int64_t groups,
+                                      int64_t width) {
+    const int64_t threads = rows * groups * width < TINY_WORK ? 1 : nm_threads();
+    const norm_args a = {x, weight, out, eps, offset, x_stride, o_stride, rows, groups, width, threads};
     nm_for(threads, threads, norm_rows, &a);
 }
 

@@ -63,8 +63,8 @@ EXPORT void nm_linear(const nm_matrix *w, const float *x, int64_t x_stride, cons
 }
 
 EXPORT void nm_rms_norm(const float *x, int64_t x_stride, const float *weight, float eps, float offset, float *out,
-                        int64_t o_stride, int64_t rows, int64_t width) {
-    table->rms_norm(x, x_stride, weight, eps, offset, out, o_stride, rows, width);
+                        int64_t o_stride, int64_t rows, int64_t groups, int64_t width) {
+    table->rms_norm(x, x_stride, weight, eps, offset, out, o_stride, rows, groups, width);
 }
 
 EXPORT void nm_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t inner) {

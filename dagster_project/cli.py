@@ -1,0 +1,173 @@
+"""The `numem` command: the library's commands of `numem.cli`, and those that orchestrate: demo, run, ui.
+
+Belongs here: options, and what is printed. The run itself: `dagster_project.runs`. Dagster is imported by the commands
+that need it, so that the others stay quick.
+"""
+
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from numem.cli import JsonFlag, MemoryOption, app, console, emit, fail, guarded, table
+from numem.errors import InputError
+
+if TYPE_CHECKING:
+    from dagster_project.runs import Finished, Settings
+
+__all__ = ["app", "main"]
+
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="KEY", help="A key of `numem models list`, or a model directory.")
+]
+DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16, of weights and cache.")]
+LanesOption = Annotated[int, typer.Option("--lanes", min=1, max=256, help="Prompts decoded at once.")]
+
+DEMO_TOKENS = 64
+DEMO_LANES = 4
+
+
+@app.command()
+@guarded
+def demo(
+    memory: MemoryOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    model_free: Annotated[
+        bool, typer.Option("--model-free", help="Without a model: the exactness contract on synthetic state.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Run the main job on the example prompts: prefill, publish, promote, restore, decode, and prove it exact."""
+    if model_free:
+        _model_free(memory, as_json)
+        return
+    from dagster_project.runs import Settings
+
+    settings = Settings(max_new_tokens=DEMO_TOKENS, lanes=DEMO_LANES, ignore_eos=True, previews=True)
+    _job(example_prompts(), settings, memory, model, dtype, None, as_json)
+
+
+@app.command()
+@guarded
+def run(
+    prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", help="JSONL or Parquet, one prompt a row.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where completions.jsonl is written.")],
+    memory: MemoryOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=0)] = 64,
+    lanes: LanesOption = 4,
+    as_json: JsonFlag = False,
+) -> None:
+    """Run the main job on your own prompts. Rows have `prompt`, or `messages` for the chat template, and maybe `id`."""
+    from dagster_project.runs import Settings
+
+    _job(prompts, Settings(max_new_tokens=max_new_tokens, lanes=lanes), memory, model, dtype, out, as_json)
+
+
+@app.command()
+@guarded
+def ui(
+    memory: MemoryOption = None,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 3000,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Open Dagster's UI on the memory's runs, at http://127.0.0.1:3000. Ends with ctrl-C."""
+    from dagster_project import ui as server
+    from dagster_project.deployment import Deployment
+
+    deployment = Deployment.here(memory=memory, model=model, dtype=dtype)
+    server.require_free(port)
+    environment = server.environment(deployment, chosen=bool(model or dtype))
+    console.print(f"http://{server.HOST}:{port}  (memory {environment['NUMEM_MEMORY']})", highlight=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Dagster ends on SIGTERM as it ends on SIGINT, which a shell script's background job ignores.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.execve(sys.executable, server.command(port), environment)
+
+
+def example_prompts() -> Path:
+    """The example table: of a checkout, or as installed under the environment's share directory.
+
+    Raises:
+        InputError: it is in neither place.
+    """
+    places = [Path(__file__).resolve().parents[1] / "examples", Path(sys.prefix) / "share" / "numem" / "examples"]
+    for place in places:
+        if (place / "prompts.jsonl").is_file():
+            return place / "prompts.jsonl"
+    raise InputError(
+        f"examples/prompts.jsonl: not found in {' or '.join(map(str, places))}; use `numem run PROMPTS --out DIR`"
+    )
+
+
+def _job(
+    prompts: Path,
+    settings: "Settings",
+    memory: str | None,
+    model: str | None,
+    dtype: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    # Dagster announces what it will rename one day; that is for developers, who see it in the tests.
+    warnings.simplefilter("ignore")
+    from dagster_project.deployment import Deployment
+    from dagster_project.runs import continue_prompts
+    from dagster_project.show import progress
+
+    deployment = Deployment.here(memory=memory, model=model, dtype=dtype)
+    try:
+        with progress(console) as watcher:
+            done = continue_prompts(deployment, prompts, settings, out=out, progress=watcher)
+    except KeyboardInterrupt:
+        console.print("cancelled; run it again: what is durable by now is not computed again", highlight=False)
+        raise typer.Exit(130) from None
+    _report(done, as_json)
+
+
+def _report(done: "Finished", as_json: bool) -> None:
+    from dagster_project.show import summary_table
+
+    summary = done.summary
+    result = {**summary.to_json(), "run_id": done.run_id, "instance": str(done.instance)}
+    emit(result, as_json, summary_table(summary), f"outputs: {summary.outputs}", f"runs, lineage, checks: {_ui(done)}")
+    for warning in summary.warnings:
+        console.print(f"warning: {warning}", highlight=False, markup=False)
+    if summary.exact is False:
+        fail(f"batch {summary.batch}: restored state is not exact; {'; '.join(summary.proof['differences'])}")
+
+
+def _ui(done: "Finished") -> str:
+    """The command that opens the UI on this run's instance."""
+    from dagster_project.deployment import Deployment
+
+    default = Deployment.here().memory_resource().resolved_home == done.summary.memory
+    return "numem ui" if default else f"numem ui --memory {done.summary.memory}"
+
+
+def _model_free(memory: str | None, as_json: bool) -> None:
+    if memory and "://" in memory:
+        raise InputError(f"--memory {memory}: the demo without a model needs a local directory")
+    from numem.job.model_free import run_model_free
+
+    result = run_model_free(Path(memory) if memory else None)
+    rows = [(name, json.dumps(value) if isinstance(value, dict) else value) for name, value in result.items()]
+    emit(result, as_json, table(("without a model", ""), rows))
+
+
+def main() -> None:
+    """Entry point of the `numem` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Executing the main job in this process, on the instance beside the memory.
+
+Belongs here: what stands between a table of prompts and the summary of its Dagster run. Stages: `numem.job`.
+
+Dagster concept: https://docs.dagster.io/guides/build/jobs/job-execution
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from dagster_project.definitions import build_defs
+from dagster_project.deployment import Deployment
+from dagster_project.instance import open_instance
+from dagster_project.jobs import CONTINUE_PROMPTS
+from dagster_project.partitions import add_batches
+from dagster_project.resources.process import dagster_thread
+from dagster_project.resources.runtime import Progress, watch
+from numem.errors import NumemError
+from numem.job.batch import make_batch
+from numem.job.prompts import read_prompts
+from numem.job.reports import Summary
+from numem.job.summary import summarise
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one run chooses."""
+
+    max_new_tokens: int = 64
+    lanes: int = 4
+    ignore_eos: bool = False
+    proof: bool = True
+    previews: bool = False
+
+    def run_config(self, path: str) -> dict[str, Any]:
+        """Config of a run of the job over a table of prompts."""
+        return {
+            "ops": {
+                "prompts": {"config": {"path": path, "previews": self.previews}},
+                "decoded_continuations": {"config": {"previews": self.previews}},
+            },
+            "resources": {
+                "runtime": {
+                    "config": {
+                        "lanes": self.lanes,
+                        "max_new_tokens": self.max_new_tokens,
+                        "ignore_eos": self.ignore_eos,
+                        "proof": self.proof,
+                    }
+                }
+            },
+            # Errors are told once, by whoever started the run.
+            "loggers": {"console": {"config": {"log_level": "CRITICAL"}}},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run that ended: its summary, its Dagster id and the directory of its instance."""
+
+    summary: Summary
+    run_id: str
+    instance: Path
+
+
+def continue_prompts(
+    deployment: Deployment, path: Path, settings: Settings, *, out: Path | None = None, progress: Progress
+) -> Finished:
+    """Run the job over a table of prompts.
+
+    The table is read and encoded before the memory is opened: a fault in it changes nothing.
+
+    Args:
+        out: directory that gets a copy of the completions; they stand below the memory in any case.
+
+    Raises:
+        NumemError: whatever a stage raised, unwrapped.
+        KeyboardInterrupt: interrupted; what was staged or published by then is kept.
+    """
+    prompts = read_prompts(path)
+    model, memories = deployment.model_resource(), deployment.memory_resource()
+    progress("model", 0, 1)
+    lm = model.load()
+    progress("model", 1, 1)
+    batch = make_batch(lm, prompts, model=model.key)
+    job = build_defs(resource_overrides={"memory": memories, "model": model}).resolve_job_def(CONTINUE_PROMPTS)
+    with dagster_thread(), memories.opened() as memory, open_instance(memory.local) as instance, watch(progress):
+        add_batches(instance, [batch.id])
+        home = Path(instance.root_directory)
+        deployment.remember(home)
+        result = _execute(job, instance, batch.id, settings.run_config(str(path.resolve())))
+        summary = summarise(memory, batch, result.run_id)
+    failed = [
+        f"check {check.check_name} on {check.asset_key.to_user_string()}: {check.description}"
+        for check in result.get_asset_check_evaluations()
+        if not check.passed
+    ]
+    summary = replace(summary, warnings=(*summary.warnings, *failed))
+    if out is not None:
+        summary = replace(summary, outputs=str(_copy(Path(summary.outputs), out)))
+    return Finished(summary, result.run_id, home)
+
+
+def _execute(
+    job: dg.JobDefinition, instance: dg.DagsterInstance, partition: str, config: dict[str, Any]
+) -> dg.ExecuteInProcessResult:
+    try:
+        return job.execute_in_process(instance=instance, partition_key=partition, run_config=config)
+    except dg.DagsterExecutionInterruptedError as error:
+        raise KeyboardInterrupt from error
+    except Exception as error:
+        cause = next((e for e in _causes(error) if isinstance(e, NumemError)), None)
+        if cause is None or cause is error:
+            raise
+        raise cause from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it wraps (Dagster's `user_exception`) and what it was raised from."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += [getattr(one, "user_exception", None), one.__cause__, one.__context__]
+
+
+def _copy(outputs: Path, out: Path) -> Path:
+    """Copy completions into a user's directory, whole or not at all."""
+    out.mkdir(parents=True, exist_ok=True)
+    partial = out / f".{outputs.name}.partial"
+    shutil.copyfile(outputs, partial)
+    return partial.replace(out.resolve() / outputs.name)

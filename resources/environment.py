@@ -1,0 +1,72 @@
+"""What differs between deployments, and where it comes from: environment variables.
+
+Belongs here: names and defaults of the variables, and the guard that keeps run config away from them. Not here: what a
+single run may choose (lanes, number of tokens): that is config of the runtime resource.
+
+    NUMEM_MEMORY        home of the memory: directory or s3:// URL    (default: <cache>/memory)
+    NUMEM_LOCAL         local directory of a remote memory            (default: chosen by the store)
+    NUMEM_NODE          name of this node                             (default: local)
+    NUMEM_TIERS         more tiers, as "name=url,name=url"            (default: object and ssd)
+    NUMEM_MODEL         registry key or directory                     (default: smollm2-135m-instruct)
+    NUMEM_DTYPE         float32 or bfloat16                           (default: float32)
+    NUMEM_MAX_POSITION  context to load the model with, 0: its own    (default: 0)
+
+Dagster concept: https://docs.dagster.io/guides/operate/configuration/using-environment-variables-and-secrets
+"""
+
+import os
+from collections.abc import Mapping
+
+import dagster as dg
+
+from numem.errors import InputError
+
+MEMORY = "NUMEM_MEMORY"
+LOCAL = "NUMEM_LOCAL"
+NODE = "NUMEM_NODE"
+TIERS = "NUMEM_TIERS"
+MODEL = "NUMEM_MODEL"
+DTYPE = "NUMEM_DTYPE"
+MAX_POSITION = "NUMEM_MAX_POSITION"
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def text(name: str, default: str) -> str:
+    """The variable by reference where it is set, so that the UI shows its name; else the default."""
+    return dg.EnvVar(name) if os.environ.get(name) else default
+
+
+def number(name: str, default: int) -> int:
+    """Like `text`, for whole numbers."""
+    return dg.EnvVar.int(name) if os.environ.get(name) else default
+
+
+def parse_tiers(value: str) -> dict[str, str] | None:
+    """Tiers of "name=url,name=url"; None of an empty value.
+
+    Raises:
+        InputError: a part without a name or a URL.
+    """
+    tiers = {}
+    for part in filter(None, (p.strip() for p in value.split(","))):
+        name, _, url = part.partition("=")
+        if not name or not url:
+            raise InputError(f"{TIERS}: {part!r} is not name=url")
+        tiers[name] = url
+    return tiers or None
+
+
+def from_deployment_only(context: dg.InitResourceContext, key: str) -> None:
+    """Refuse a run that configures this resource: paths, URLs and models come from the deployment alone.
+
+    Raises:
+        InputError: the run's config has an entry for the resource.
+    """
+    run = context.run
+    resources = run.run_config.get("resources") if run is not None else None
+    if isinstance(resources, Mapping) and resources.get(key):
+        raise InputError(
+            f"run config: resources.{key} is set by the deployment (environment variables NUMEM_*); remove it from the "
+            "run's config"
+        )
