@@ -143,7 +143,7 @@ def reference(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """The torch form: one row at a time, each split padded to 512 keys, so that all shapes are the same for every row."""
+    """The torch form: one row at a time, each split padded to 512 keys, so that every row has the same shapes."""
     group = heads // kv_heads
     lanes, table_width = block_tables.shape
     pages = k_layer.shape[0]

@@ -1,9 +1,9 @@
 """Linear layers on weights packed for the CPU.
 
 Native: each output is a fused-multiply-add chain over k, cut at multiples of 64 into segments that each start from +0
-and are added in order, then + bias, then + residual, each rounded; the bits of a row depend neither on the other rows nor
-on threads nor on the instruction set. Segments, because the rounding error of one chain over 1,536 steps exceeds that of
-blocked products several times.
+and are added in order, then + bias, then + residual, each rounded; the bits of a row depend neither on the other rows
+nor on threads nor on the instruction set. Segments, because the rounding error of one chain over 1,536 steps exceeds
+that of blocked products several times.
 Reference: `F.linear` in fixed tiles of 16 rows, whose rows do not depend on their companions either.
 """
 
@@ -20,7 +20,6 @@ _rows = native.function("nm_rows")
 _pack = native.function("nm_pack")
 
 _TILE = 16  # rows of a reference tile
-_HUGE = 2 << 20  # bytes of a huge page
 
 
 class PackedLinear:

@@ -190,10 +190,13 @@ def test_tables_match_transformers(rope: dict[str, Any], dialect: str) -> None:
     torch.testing.assert_close(sin, expected_sin[0, :, :16], atol=4e-5, rtol=0)
 
 
-def test_tables_are_rounded_once_from_float64() -> None:
+def test_tables_are_those_of_float32_angles() -> None:
+    """Frequencies and angles are rounded to float32 as in the reference; cos and sin of them are rounded once."""
     cos, sin = read().rope_tables(100)
-    inverse = np.array([50000.0 ** (-2 * i / 32) for i in range(16)])
-    angles = np.arange(100)[:, None] * inverse[None]
+    exponent = torch.arange(0, 32, 2, dtype=torch.int64).float() / 32
+    frequencies = (1.0 / (50000.0**exponent)).numpy()
+    assert np.array_equal(read().rope.inv_freq(), frequencies)
+    angles = (np.arange(100, dtype=np.float32)[:, None] * frequencies[None]).astype(np.float64)
     assert np.array_equal(cos.numpy(), np.cos(angles).astype(np.float32))
     assert np.array_equal(sin.numpy(), np.sin(angles).astype(np.float32))
     assert torch.equal(read().rope_tables(10)[0], cos[:10])

@@ -31,8 +31,8 @@ INLINE const void *element(const void *p, int64_t at, int bf16) {
  *
  * Over a weight panel the chain is cut into segments of NM_SEGMENT steps at absolute multiples, whose sums are added in
  * order: the error of one long chain would grow with the square root of its length times that of a segment.
- * w0 and w1 are the two groups of 16 columns: the halves of a weight panel (ws = 32) or the keys of two pages (ws = 16);
- * pf0 and pf1 are prefetched at the same pace (few rows only: with many rows the arithmetic hides the loads).
+ * w0 and w1 are the two groups of 16 columns: the halves of a weight panel (ws = 32) or the keys of two pages
+ * (ws = 16); pf0 and pf1 are prefetched at the same pace (few rows only: with many rows the arithmetic hides the loads).
  */
 INLINE void chains(const int mr, const int nv, const int bf16, const int ws, int64_t steps, const float *x,
                    int64_t xs, const void *w0, const void *w1, const void *pf0, const void *pf1, float *out,
@@ -203,8 +203,9 @@ NOINLINE void linear_few(const void *context, int64_t item) {
     const nm_matrix *w = a->w;
     const int bf16 = (int)w->bf16;
     const int64_t k = w->k, groups = (w->n + 15) / 16, units = (groups + a->unit - 1) / a->unit;
-    int64_t group = item * units / a->shares * a->unit;
-    const int64_t end = min64(groups, (item + 1) * units / a->shares * a->unit);
+    const int64_t size = units / a->shares, larger = units % a->shares; /* the larger shares come first */
+    int64_t group = (item * size + min64(item, larger)) * a->unit;
+    const int64_t end = min64(groups, group + (size + (item < larger)) * a->unit);
     float acc[MR_MAX * NM_PANEL];
     while (group < end) {
         const int64_t pair = group % 2 == 0 && group + 1 < end ? 2 : 1;
@@ -228,7 +229,8 @@ NOINLINE void linear_many(const void *context, int64_t item) {
     if (bf16 && rows > 2 * MR_MAX) {
         float *wide = nm_scratch(SCRATCH_PANEL, (size_t)k * NM_PANEL * sizeof(float));
         if (wide) {
-            for (int64_t i = 0; i < k * NM_PANEL; i += 16) v_store(wide + i, v_load_bf16((const uint16_t *)weights + i));
+            for (int64_t i = 0; i < k * NM_PANEL; i += 16)
+                v_store(wide + i, v_load_bf16((const uint16_t *)weights + i));
             weights = wide;
             bf16 = 0;
         }
@@ -244,9 +246,9 @@ NOINLINE void linear_many(const void *context, int64_t item) {
             __builtin_prefetch(out + i * a->o_stride, 0, 2);
             __builtin_prefetch(out + i * a->o_stride + 16, 0, 2);
         }
-        /* Not straight to the output: its rows may lie a multiple of 4096 bytes apart, in one set of the first level. */
-        run_chains(PANEL_CHAINS, n, columns > 16 ? 2 : 1, bf16, k, a->x + lo * a->x_stride, a->x_stride, weights, second,
-                   weights, second, acc, NM_PANEL);
+        /* Not straight to the output: rows a multiple of 4096 bytes apart share one set of the first level. */
+        run_chains(PANEL_CHAINS, n, columns > 16 ? 2 : 1, bf16, k, a->x + lo * a->x_stride, a->x_stride, weights,
+                   second, weights, second, acc, NM_PANEL);
         finish_rows(a, lo, n, panel * NM_PANEL, columns, acc);
     }
 }
@@ -474,7 +476,8 @@ INLINE void run_sums(const nm_attention *a, int64_t rows, const int32_t *table, 
             SUMS[rows - 1][1][bf16](table, lo, hi, p, P_STRIDE, element(values, d, bf16), step, dim, d ? 0 : dim, o + d,
                                     os);
     for (; d < dim; d += 16)
-        SUMS[rows - 1][0][bf16](table, lo, hi, p, P_STRIDE, element(values, d, bf16), step, dim, d ? 0 : dim, o + d, os);
+        SUMS[rows - 1][0][bf16](table, lo, hi, p, P_STRIDE, element(values, d, bf16), step, dim, d ? 0 : dim, o + d,
+                                os);
 }
 
 /* Softmax numerators of keys [lo, hi) (from the split's start) in place; returns their sum, the maximum in *top. */
@@ -652,7 +655,7 @@ static void CAT(attention_, NM_SUFFIX)(const nm_attention *a, int *failed) {
             continue;
         }
         row_block *b = blocks + count - 1;
-        /* Consecutive positions only: then every page between a tile's first and last key is seen by one of its rows. */
+        /* Consecutive positions only: then one of a tile's rows sees each page between its first and last key. */
         if (!count || b->row + b->rows != row || b->rows >= most || a->row_lane[b->row] != a->row_lane[row] ||
             a->positions[row] != a->positions[row - 1] + 1)
             *(b = blocks + count++) = (row_block){row, 0, first_key(a, row), hi, 0, 0};
