@@ -10,7 +10,6 @@ import importlib.machinery
 from collections.abc import Callable
 from pathlib import Path
 
-# torch comes first: the extension then shares its OpenMP runtime instead of bringing a second pool of threads.
 import torch
 
 from numem.errors import InputError, ModelError
