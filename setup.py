@@ -5,7 +5,7 @@ Without a compiler the extension is left out and the torch kernels run under the
 
 from setuptools import Extension, setup
 
-# -ffp-contract=off with explicit fma: a product and a sum are fused only where the source says so, so that the three
+# -ffp-contract=off with explicit fma: a product and a sum are fused only where the source says so, so that the
 # instruction-set builds of one source produce the same bits.
 FLAGS = ["-O3", "-fvisibility=hidden", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 
@@ -20,6 +20,7 @@ setup(
                 "kernels/csrc/portable.c",
                 "kernels/csrc/avx2.c",
                 "kernels/csrc/avx512.c",
+                "kernels/csrc/avx512bf16.c",
             ],
             depends=[
                 "kernels/csrc/kernels.inc.c",

@@ -4,6 +4,8 @@ Native: each output is a fused-multiply-add chain over k, cut at multiples of 64
 and are added in order, then + bias, then + residual, each rounded; the bits of a row depend neither on the other rows
 nor on threads nor on the instruction set. Segments, because the rounding error of one chain over 1,536 steps exceeds
 that of blocked products several times.
+A bfloat16 layer rounds its input rows to bfloat16 (denormals to zero), so that products are exact, and takes k in pairs,
+the odd one first: the order of the processors' bfloat16 instruction, which every build follows.
 Reference: `F.linear` in fixed tiles of 16 rows, whose rows do not depend on their companions either.
 """
 
@@ -12,7 +14,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from numem.errors import InputError
+from numem.errors import CapacityError, InputError
 from numem.kernels import native
 
 _linear = native.function("nm_linear")
@@ -25,7 +27,8 @@ _TILE = 16  # rows of a reference tile
 class PackedLinear:
     """A weight matrix [N, K] (float32 or bfloat16, stored as such) and an optional bias [N] (kept as float32).
 
-    Natively the weight is copied into panels of 32 columns, [ceil(N / 32)][K][32], the last one padded with zeros;
+    Natively the weight is copied into panels of 32 columns, padded with zeros: [ceil(N / 32)][K][32], or for bfloat16
+    [ceil(N / 32)][ceil(K / 2)][32][2];
     the given tensor is not kept. The choice between panels and reference is made here, at construction.
     """
 
@@ -79,7 +82,7 @@ class PackedLinear:
             self._check(residual, rows, "residual")
         if self._matrix is None:
             return self._reference(x, out, residual)
-        _linear(
+        failed = _linear(
             self._handle,
             x.data_ptr(),
             x.stride(0),
@@ -89,6 +92,8 @@ class PackedLinear:
             out.stride(0),
             rows,
         )
+        if failed:
+            raise CapacityError(f"linear: no memory to round {rows} rows of {width} to bfloat16; lower the batch")
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -126,7 +131,7 @@ class PackedLinear:
         for start in range(0, len(x), _TILE):
             stop = min(start + _TILE, len(x))
             tile = torch.zeros((_TILE, self.in_features), dtype=torch.float32)
-            tile[: stop - start] = x[start:stop]
+            tile[: stop - start] = x[start:stop] if self.dtype is torch.float32 else x[start:stop].to(self.dtype)
             y = torch.nn.functional.linear(tile, self._panels)[: stop - start]
             if self.bias is not None:
                 y = y + self.bias
@@ -137,6 +142,7 @@ class PackedLinear:
 def _packed(weight: Tensor) -> Tensor:
     n, k = weight.shape
     panels = -(-n // native.PANEL)
-    out = torch.empty((panels, k, native.PANEL), dtype=weight.dtype)
+    steps = (k, native.PANEL) if weight.dtype is torch.float32 else (-(-k // 2), native.PANEL, 2)
+    out = torch.empty((panels, *steps), dtype=weight.dtype)
     _pack(weight.data_ptr(), out.data_ptr(), n, k, weight.element_size())
     return out

@@ -48,8 +48,20 @@ def case(n: int, k: int, dtype: torch.dtype, rows: int = 300) -> tuple[Tensor, T
 SEGMENT = 64  # steps of one chain; part of the numeric policy
 
 
-def fmaf_chain(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """The definition: fused multiply-add chains from +0 over 64 steps each, added in order, by the C library's fmaf."""
+def entering(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows as they enter a layer: rounded to its dtype."""
+    return x.to(dtype).float()
+
+
+def fmaf_chain(x: np.ndarray, w: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """The definition: fused multiply-add chains from +0 over 64 steps each, added in order, by the C library's fmaf.
+
+    A bfloat16 layer takes k in pairs, the odd one first (an odd width has a zero at its end).
+    """
+    if dtype is torch.bfloat16:
+        x, w = (np.pad(m, ((0, 0), (0, m.shape[1] % 2))) for m in (x, w))
+        order = np.arange(x.shape[1]).reshape(-1, 2)[:, ::-1].reshape(-1)
+        x, w = x[:, order], w[:, order]
     fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
     fmaf.restype, fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
     out = np.zeros((len(x), len(w)), np.float32)
@@ -72,7 +84,7 @@ def fmaf_chain(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 def test_output_is_segments_of_fma_chains_then_bias_then_residual(isa: str, dtype: torch.dtype, k: int) -> None:
     native.use(isa)
     weight, bias, x, residual = case(35, k, dtype, 14)
-    want = fmaf_chain(x.numpy(), weight.float().numpy())
+    want = fmaf_chain(entering(x, dtype).numpy(), weight.float().numpy(), dtype)
     assert bits(PackedLinear(weight)(x)) == want.tobytes()
     want = want + bias.numpy()
     assert bits(PackedLinear(weight, bias)(x)) == want.tobytes()
@@ -108,7 +120,7 @@ def test_error_against_float64_is_within_the_bound_of_a_chain(path: str, dtype: 
     for n, k in SHAPES:
         weight, bias, x, residual = case(n, k, dtype, 20)
         got = PackedLinear(weight, bias)(x, residual=residual).double()
-        wide = [t.double() for t in (weight, bias, x, residual)]
+        wide = [t.double() for t in (weight, bias, entering(x, dtype), residual)]
         want = wide[2] @ wide[0].T + wide[1] + wide[3]
         size = wide[2].abs() @ wide[0].abs().T + wide[1].abs() + wide[3].abs()
         assert bool(((got - want).abs() <= (k + 2) * 2.0**-24 * size).all())

@@ -1,7 +1,7 @@
-/* Interface between the dispatcher (module.c) and the three builds of kernels.inc.c.
+/* Interface between the dispatcher (module.c) and the builds of kernels.inc.c.
  *
- * Activations are float32 rows (row strides in elements). Weights and pages are float32 or bfloat16 (`bf16` != 0),
- * bfloat16 being widened exactly before use. Every build computes the same bits: sums run in an order fixed by the
+ * Activations are float32 rows (row strides in elements). Weights and pages are float32 or bfloat16 (`bf16` != 0).
+ * Rows entering a bfloat16 linear layer are rounded to bfloat16; products of bfloat16 numbers are exact in float32. Every build computes the same bits: sums run in an order fixed by the
  * data's shape alone, and products and sums are fused only where the source says so.
  */
 #ifndef NUMEM_API_H
@@ -10,12 +10,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define NM_ABI 2      /* raised with every change of an exported function; native.py checks it */
+#define NM_ABI 3      /* raised with every change of an exported function; native.py checks it */
 #define NM_PAGE 16    /* tokens of a page */
 #define NM_PANEL 32   /* weight columns of a panel */
 #define NM_SPLIT 512  /* keys of an attention split, at absolute multiples */
 
-/* A packed weight matrix [n, k]: panels of 32 columns, [ceil(n/32)][k][32], the last one padded with zeros. */
+/* A packed weight matrix [n, k] in panels of 32 columns, padded with zeros: float32 [ceil(n/32)][k][32], bfloat16
+ * [ceil(n/32)][ceil(k/2)][32][2]. */
 typedef struct {
     const void *panels;
     const float *bias; /* [n] or NULL */
@@ -48,8 +49,9 @@ typedef struct {
 } nm_attention;
 
 typedef struct {
-    void (*linear)(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual, int64_t r_stride,
-                   float *out, int64_t o_stride, int64_t rows);
+    /* 0, or -1: no memory for scratch, nothing was written */
+    int64_t (*linear)(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual, int64_t r_stride,
+                      float *out, int64_t o_stride, int64_t rows);
     void (*rms_norm)(const float *x, int64_t x_stride, const float *weight, float eps, float offset, float *out,
                      int64_t o_stride, int64_t rows, int64_t groups, int64_t width);
     void (*silu_mul)(const float *gate_up, float *out, int64_t rows, int64_t inner);
@@ -64,6 +66,7 @@ extern const nm_table nm_table_portable;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const nm_table nm_table_avx2;
 extern const nm_table nm_table_avx512;
+extern const nm_table nm_table_avx512bf16;
 #endif
 
 /* Runs body(context, i) for each i in [0, items) on at most `threads` threads, the caller among them (pool.c). */

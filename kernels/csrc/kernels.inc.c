@@ -9,7 +9,7 @@
 #define CAT2(a, b) a##b
 #define CAT(a, b) CAT2(a, b)
 
-#define SCRATCH_PANEL 0
+#define SCRATCH_ROWS 0
 #define SCRATCH_TILE 1
 #define SCRATCH_SHARED 2
 #define SCRATCH_BLOCKS 3
@@ -69,6 +69,38 @@ INLINE void chains(const int mr, const int nv, const int bf16, const int ws, int
     } while (from < steps);
 }
 
+/* ---- pairs: the same over a bfloat16 panel; each step takes two k, the odd one first ---- */
+INLINE void pairs(const int mr, const int nv, int64_t steps, const uint16_t *x, int64_t xs, const uint16_t *w,
+                  const uint16_t *ahead, float *out, int64_t os) {
+    int64_t from = 0;
+    do {
+        const int64_t to = min64(steps, from + NM_SEGMENT / 2);
+        V16 acc[MR_MAX][2];
+        for (int i = 0; i < mr; i++)
+            for (int c = 0; c < nv; c++) acc[i][c] = v_zero();
+#pragma GCC unroll 2
+        for (int64_t s = from; s < to; s++) {
+            if (mr <= 4) {
+                __builtin_prefetch(ahead + s * 2 * NM_PANEL);
+                if (nv > 1) __builtin_prefetch(ahead + s * 2 * NM_PANEL + NM_PANEL);
+            }
+            const P16 b0 = v_pairs(w + s * 2 * NM_PANEL);
+            const P16 b1 = nv > 1 ? v_pairs(w + s * 2 * NM_PANEL + NM_PANEL) : b0;
+            for (int i = 0; i < mr; i++) {
+                const P16 a = v_pair1(x + i * xs + 2 * s);
+                acc[i][0] = v_dot2(acc[i][0], a, b0);
+                if (nv > 1) acc[i][1] = v_dot2(acc[i][1], a, b1);
+            }
+        }
+        for (int i = 0; i < mr; i++)
+            for (int c = 0; c < nv; c++) {
+                float *o = out + i * os + 16 * c;
+                v_store(o, from ? v_add(v_load(o), acc[i][c]) : acc[i][c]);
+            }
+        from = to;
+    } while (from < steps);
+}
+
 /* ---- weighted sums: out[i][c] continues its chain over keys [lo, hi) of p[i * ps + key] * V[key][c] ----
  *
  * Keys are counted from the split's first key, a multiple of the page size; `table` starts at that page. `values`
@@ -105,6 +137,7 @@ INLINE void sums(const int mr, const int nv, const int bf16, const int32_t *tabl
 
 typedef void (*chains_fn)(int64_t, const float *, int64_t, const void *, const void *, const void *, const void *,
                           float *, int64_t);
+typedef void (*pairs_fn)(int64_t, const uint16_t *, int64_t, const uint16_t *, const uint16_t *, float *, int64_t);
 typedef void (*sums_fn)(const int32_t *, int64_t, int64_t, const float *, int64_t, const void *, int64_t, int64_t,
                         int64_t, float *, int64_t);
 
@@ -113,15 +146,21 @@ typedef void (*sums_fn)(const int32_t *, int64_t, int64_t, const float *, int64_
                                             const void *p0, const void *p1, float *out, int64_t os) {               \
         chains(mr, nv, bf, ws, n, x, xs, w0, w1, p0, p1, out, os);                                                  \
     }
+#define DEFINE_PAIRS(mr, nv)                                                                                    \
+    NOINLINE void pairs_##mr##_##nv(int64_t n, const uint16_t *x, int64_t xs, const uint16_t *w, const uint16_t *p, \
+                                    float *out, int64_t os) {                                                       \
+        pairs(mr, nv, n, x, xs, w, p, out, os);                                                                     \
+    }
 #define DEFINE(mr, nv, bf)                                                                                          \
-    DEFINE_CHAINS(panel, NM_PANEL, mr, nv, bf)                                                                      \
     DEFINE_CHAINS(keys, NM_PAGE, mr, nv, bf)                                                                        \
     NOINLINE void sums_##mr##_##nv##_##bf(const int32_t *table, int64_t lo, int64_t hi, const float *p, int64_t ps, \
                                           const void *v, int64_t step, int64_t width, int64_t ahead, float *out,    \
                                           int64_t os) {                                                             \
         sums(mr, nv, bf, table, lo, hi, p, ps, v, step, width, ahead, out, os);                                     \
     }
-#define DEFINE4(mr) DEFINE(mr, 1, 0) DEFINE(mr, 2, 0) DEFINE(mr, 1, 1) DEFINE(mr, 2, 1)
+#define DEFINE4(mr)                                                                                                 \
+    DEFINE_CHAINS(panel, NM_PANEL, mr, 1, 0) DEFINE_CHAINS(panel, NM_PANEL, mr, 2, 0)                               \
+    DEFINE_PAIRS(mr, 1) DEFINE_PAIRS(mr, 2) DEFINE(mr, 1, 0) DEFINE(mr, 2, 0) DEFINE(mr, 1, 1) DEFINE(mr, 2, 1)
 #define NAMES(kind, mr) {{kind##_##mr##_1_0, kind##_##mr##_1_1}, {kind##_##mr##_2_0, kind##_##mr##_2_1}}
 
 DEFINE4(1) DEFINE4(2) DEFINE4(3) DEFINE4(4)
@@ -130,6 +169,18 @@ DEFINE4(5) DEFINE4(6)
 #endif
 #if MR_MAX >= 12
 DEFINE4(7) DEFINE4(8) DEFINE4(9) DEFINE4(10) DEFINE4(11) DEFINE4(12)
+#endif
+
+#define PANEL_NAMES(mr) {panel_##mr##_1_0, panel_##mr##_2_0}
+#define PAIRS_NAMES(mr) {pairs_##mr##_1, pairs_##mr##_2}
+
+#if MR_MAX >= 12
+#define EVERY(names) {names(1), names(2), names(3), names(4), names(5), names(6), \
+                      names(7), names(8), names(9), names(10), names(11), names(12)}
+#elif MR_MAX >= 6
+#define EVERY(names) {names(1), names(2), names(3), names(4), names(5), names(6)}
+#else
+#define EVERY(names) {names(1), names(2), names(3), names(4)}
 #endif
 
 #if MR_MAX >= 12
@@ -146,20 +197,20 @@ DEFINE4(7) DEFINE4(8) DEFINE4(9) DEFINE4(10) DEFINE4(11) DEFINE4(12)
     { NAMES(kind, 1), NAMES(kind, 2), NAMES(kind, 3), NAMES(kind, 4), }
 #endif
 
-static const chains_fn PANEL_CHAINS[MR_MAX][2][2] = ALL(panel);
+static const chains_fn PANELS[MR_MAX][2] = EVERY(PANEL_NAMES);
+static const pairs_fn PAIRS[MR_MAX][2] = EVERY(PAIRS_NAMES);
 static const chains_fn KEY_CHAINS[MR_MAX][2][2] = ALL(keys);
 static const sums_fn SUMS[MR_MAX][2][2] = ALL(sums);
 
-/* Products of up to MR_MAX rows with one or two groups of 16 columns. */
-INLINE void run_chains(const chains_fn (*table)[2][2], int64_t rows, int groups, int bf16, int64_t steps,
-                       const float *x, int64_t xs, const void *w0, const void *w1, const void *p0, const void *p1,
-                       float *out, int64_t os) {
+/* Scores of up to MR_MAX rows with one or two pages of keys. */
+INLINE void run_keys(int64_t rows, int groups, int bf16, int64_t steps, const float *x, int64_t xs, const void *w0,
+                     const void *w1, const void *p0, const void *p1, float *out, int64_t os) {
     if (groups == 2 && rows <= MR_WIDE) {
-        table[rows - 1][1][bf16](steps, x, xs, w0, w1, p0, p1, out, os);
+        KEY_CHAINS[rows - 1][1][bf16](steps, x, xs, w0, w1, p0, p1, out, os);
         return;
     }
-    table[rows - 1][0][bf16](steps, x, xs, w0, w0, p0, p0, out, os);
-    if (groups == 2) table[rows - 1][0][bf16](steps, x, xs, w1, w1, p1, p1, out + 16, os);
+    KEY_CHAINS[rows - 1][0][bf16](steps, x, xs, w0, w0, p0, p0, out, os);
+    if (groups == 2) KEY_CHAINS[rows - 1][0][bf16](steps, x, xs, w1, w1, p1, p1, out + 16, os);
 }
 
 /* ---- linear: out = x . w^T (+ bias) (+ residual) ---- */
@@ -173,6 +224,8 @@ typedef struct {
     int64_t shares; /* few rows: contiguous shares of the columns ... */
     int64_t unit;   /* ... in whole panels (2) or halves of panels (1) */
     int64_t chunk;  /* many rows: rows of an item */
+    uint16_t *rounded; /* bfloat16 layers: the rows rounded to bfloat16 */
+    int64_t rounded_stride;
 } linear_args;
 
 INLINE void finish_rows(const linear_args *a, int64_t row, int64_t rows, int64_t column, int64_t columns,
@@ -197,46 +250,48 @@ INLINE void finish_rows(const linear_args *a, int64_t row, int64_t rows, int64_t
 
 #define AHEAD 24 /* steps of weights prefetched ahead (few rows) */
 
+/* Products of rows [row, row + rows) with one or two groups of 16 columns of a panel. */
+INLINE void run_panel(const linear_args *a, int64_t row, int64_t rows, int64_t panel, int64_t half, int groups,
+                      float *out) {
+    const int64_t k = a->w->k;
+    for (int at = 0; at < groups;) {
+        const int taken = groups - at == 2 && rows <= MR_WIDE ? 2 : 1;
+        if (a->w->bf16) {
+            const uint16_t *w = (const uint16_t *)a->w->panels + panel * NM_PANEL * a->rounded_stride + (half + at) * NM_PANEL;
+            PAIRS[rows - 1][taken - 1](a->rounded_stride / 2, a->rounded + row * a->rounded_stride, a->rounded_stride, w,
+                                       w + AHEAD * 2 * NM_PANEL, out + 16 * at, NM_PANEL);
+        } else {
+            const float *w = (const float *)a->w->panels + panel * NM_PANEL * k + (half + at) * 16, *p = w + AHEAD * NM_PANEL;
+            PANELS[rows - 1][taken - 1](k, a->x + row * a->x_stride, a->x_stride, w, w + 16, p, p + 16, out + 16 * at,
+                                        NM_PANEL);
+        }
+        at += taken;
+    }
+}
+
 /* A share of the column groups (16 columns), for at most MR_MAX rows: the weights are read once, in order. */
 NOINLINE void linear_few(const void *context, int64_t item) {
     const linear_args *a = context;
     const nm_matrix *w = a->w;
-    const int bf16 = (int)w->bf16;
-    const int64_t k = w->k, groups = (w->n + 15) / 16, units = (groups + a->unit - 1) / a->unit;
+    const int64_t groups = (w->n + 15) / 16, units = (groups + a->unit - 1) / a->unit;
     const int64_t size = units / a->shares, larger = units % a->shares; /* the larger shares come first */
     int64_t group = (item * size + min64(item, larger)) * a->unit;
     const int64_t end = min64(groups, group + (size + (item < larger)) * a->unit);
     float acc[MR_MAX * NM_PANEL];
     while (group < end) {
         const int64_t pair = group % 2 == 0 && group + 1 < end ? 2 : 1;
-        const void *w0 = element(w->panels, (group / 2) * k * NM_PANEL + (group % 2) * 16, bf16);
-        const void *w1 = element(w0, 16, bf16);
-        run_chains(PANEL_CHAINS, a->rows, (int)pair, bf16, k, a->x, a->x_stride, w0, w1,
-                   element(w0, AHEAD * NM_PANEL, bf16), element(w1, AHEAD * NM_PANEL, bf16), acc, NM_PANEL);
+        run_panel(a, 0, a->rows, group / 2, group % 2, (int)pair, acc);
         finish_rows(a, 0, a->rows, group * 16, min64(pair * 16, w->n - group * 16), acc);
         group += pair;
     }
 }
 
-/* One panel times one chunk of rows; a bfloat16 panel is widened once, exactly. */
+/* One panel times one chunk of rows. */
 NOINLINE void linear_many(const void *context, int64_t item) {
     const linear_args *a = context;
-    const nm_matrix *w = a->w;
-    const int64_t k = w->k, panel = item % a->panels, first = (item / a->panels) * a->chunk;
+    const int64_t panel = item % a->panels, first = (item / a->panels) * a->chunk;
     const int64_t rows = min64(a->chunk, a->rows - first);
-    const void *weights = element(w->panels, panel * k * NM_PANEL, (int)w->bf16);
-    int bf16 = (int)w->bf16;
-    if (bf16 && rows > 2 * MR_MAX) {
-        float *wide = nm_scratch(SCRATCH_PANEL, (size_t)k * NM_PANEL * sizeof(float));
-        if (wide) {
-            for (int64_t i = 0; i < k * NM_PANEL; i += 16)
-                v_store(wide + i, v_load_bf16((const uint16_t *)weights + i));
-            weights = wide;
-            bf16 = 0;
-        }
-    }
-    const void *second = element(weights, 16, bf16);
-    const int64_t columns = min64(NM_PANEL, w->n - panel * NM_PANEL);
+    const int64_t columns = min64(NM_PANEL, a->w->n - panel * NM_PANEL);
     const int64_t blocks = (rows + MR_MAX - 1) / MR_MAX;
     float acc[MR_MAX * NM_PANEL];
     for (int64_t b = 0; b < blocks; b++) {
@@ -247,17 +302,37 @@ NOINLINE void linear_many(const void *context, int64_t item) {
             __builtin_prefetch(out + i * a->o_stride + 16, 0, 2);
         }
         /* Not straight to the output: rows a multiple of 4096 bytes apart share one set of the first level. */
-        run_chains(PANEL_CHAINS, n, columns > 16 ? 2 : 1, bf16, k, a->x + lo * a->x_stride, a->x_stride, weights,
-                   second, weights, second, acc, NM_PANEL);
+        run_panel(a, lo, n, panel, 0, columns > 16 ? 2 : 1, acc);
         finish_rows(a, lo, n, panel * NM_PANEL, columns, acc);
     }
 }
 
-static void CAT(linear_, NM_SUFFIX)(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual,
-                                    int64_t r_stride, float *out, int64_t o_stride, int64_t rows) {
-    if (rows <= 0 || w->n <= 0) return;
+#define ROUND_ROWS 16 /* rows of an item of the rounding */
+
+/* Rows rounded to bfloat16 for a bfloat16 layer, an odd width padded with a zero. */
+NOINLINE void round_rows(const void *context, int64_t item) {
+    const linear_args *a = context;
+    const int64_t k = a->w->k, end = min64(a->rows, (item + 1) * ROUND_ROWS);
+    for (int64_t row = item * ROUND_ROWS; row < end; row++) {
+        const float *x = a->x + row * a->x_stride;
+        uint16_t *out = a->rounded + row * a->rounded_stride;
+        for (int64_t i = 0; i < k; i++) out[i] = f32_to_bf16_normal(x[i]);
+        if (k % 2) out[k] = 0;
+    }
+}
+
+static int64_t CAT(linear_, NM_SUFFIX)(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual,
+                                       int64_t r_stride, float *out, int64_t o_stride, int64_t rows) {
+    if (rows <= 0 || w->n <= 0) return 0;
     const int64_t work = rows * w->n * w->k, threads = work < TINY_WORK ? 1 : nm_threads();
-    linear_args a = {w, x, residual, out, x_stride, r_stride, o_stride, rows, (w->n + 31) / 32, threads, 1, rows};
+    linear_args a = {w, x, residual, out, x_stride, r_stride, o_stride, rows, (w->n + 31) / 32, threads, 1, rows, NULL, 0};
+    if (w->bf16) {
+        a.rounded_stride = (w->k + 1) / 2 * 2;
+        a.rounded = nm_scratch(SCRATCH_ROWS, (size_t)(rows * a.rounded_stride) * sizeof(uint16_t));
+        if (!a.rounded) return -1;
+        const int64_t items = (rows + ROUND_ROWS - 1) / ROUND_ROWS;
+        nm_for(items, items < 4 ? 1 : threads, round_rows, &a);
+    }
     if (rows <= MR_MAX) {
         /* Shares are handed out one by one, so that a busy core takes fewer; of a narrow matrix each thread gets one,
          * equal to half a panel. */
@@ -266,13 +341,14 @@ static void CAT(linear_, NM_SUFFIX)(const nm_matrix *w, const float *x, int64_t 
             a.unit = 2;
         }
         nm_for(a.shares, threads, linear_few, &a);
-        return;
+        return 0;
     }
     /* A chunk of rows stays in the second-level cache while the panels pass by. */
     a.chunk = max64(5, 256 * 1024 / (4 * w->k * 12)) * 12;
     const int64_t chunks = (rows + a.chunk - 1) / a.chunk;
     a.chunk = (rows + chunks - 1) / chunks;
     nm_for(a.panels * chunks, threads, linear_many, &a);
+    return 0;
 }
 
 /* ---- rms norm ---- */
@@ -534,7 +610,7 @@ NOINLINE void tile_split(const nm_attention *a, int64_t n, const float *queries,
         const void *k1 = pair == 2 ? element(keys, table[page + 1] * step, bf16) : k0;
         const void *n0 = page + 2 < pages ? element(keys, table[page + 2] * step, bf16) : k0;
         const void *n1 = page + 3 < pages ? element(keys, table[page + 3] * step, bf16) : n0;
-        run_chains(KEY_CHAINS, n, pair, bf16, dim, queries, dim, k0, k1, n0, n1, p + page * NM_PAGE, P_STRIDE);
+        run_keys(n, pair, bf16, dim, queries, dim, k0, k1, n0, n1, p + page * NM_PAGE, P_STRIDE);
     }
 
     const int64_t fresh_step = state_size(a);

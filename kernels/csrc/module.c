@@ -16,6 +16,7 @@ static const nm_table *table = &nm_table_portable;
 #define ISA_PORTABLE 0
 #define ISA_AVX2 1
 #define ISA_AVX512 2
+#define ISA_AVX512BF16 3
 
 static int64_t usable(void) {
     int64_t mask = 1 << ISA_PORTABLE;
@@ -24,8 +25,10 @@ static int64_t usable(void) {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
         mask |= 1 << ISA_AVX2;
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
             mask |= 1 << ISA_AVX512;
+            if (__builtin_cpu_supports("avx512bf16")) mask |= 1 << ISA_AVX512BF16;
+        }
     }
 #endif
     return mask;
@@ -35,11 +38,12 @@ EXPORT int64_t nm_abi(void) { return NM_ABI; }
 EXPORT int64_t nm_isas(void) { return usable(); }
 
 EXPORT int64_t nm_use(int64_t isa) {
-    if (isa < 0 || isa > 2 || !(usable() >> isa & 1)) return -1;
+    if (isa < 0 || isa > 3 || !(usable() >> isa & 1)) return -1;
     const nm_table *chosen = &nm_table_portable;
 #if defined(__x86_64__) || defined(_M_X64)
     if (isa == ISA_AVX2) chosen = &nm_table_avx2;
     if (isa == ISA_AVX512) chosen = &nm_table_avx512;
+    if (isa == ISA_AVX512BF16) chosen = &nm_table_avx512bf16;
 #endif
     __atomic_store_n(&table, chosen, __ATOMIC_RELEASE);
     return 0;
@@ -57,9 +61,9 @@ EXPORT int64_t nm_rows(const nm_matrix *w, const int64_t *ids, float *out, int64
     return nm_unpack_rows(w, ids, out, count);
 }
 
-EXPORT void nm_linear(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual, int64_t r_stride,
-                      float *out, int64_t o_stride, int64_t rows) {
-    table->linear(w, x, x_stride, residual, r_stride, out, o_stride, rows);
+EXPORT int64_t nm_linear(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual, int64_t r_stride,
+                         float *out, int64_t o_stride, int64_t rows) {
+    return table->linear(w, x, x_stride, residual, r_stride, out, o_stride, rows);
 }
 
 EXPORT void nm_rms_norm(const float *x, int64_t x_stride, const float *weight, float eps, float offset, float *out,

@@ -11,29 +11,35 @@ static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 typedef struct {
     const void *from;
     void *to;
-    int64_t n, k, element;
+    int64_t n, k;
 } pack_args;
-
-#define PACK(type)                                                                       \
-    do {                                                                                 \
-        const type *from = (const type *)a->from + panel * NM_PANEL * a->k;              \
-        type *to = (type *)a->to + panel * NM_PANEL * a->k;                              \
-        for (int64_t k0 = 0; k0 < a->k; k0 += 16)                                        \
-            for (int64_t c = 0; c < NM_PANEL; c++)                                       \
-                for (int64_t k = k0; k < min64(k0 + 16, a->k); k++)                      \
-                    to[k * NM_PANEL + c] = c < columns ? from[c * a->k + k] : (type)0;   \
-    } while (0)
 
 static void pack_panel(const void *context, int64_t panel) {
     const pack_args *a = context;
     const int64_t columns = min64(NM_PANEL, a->n - panel * NM_PANEL);
-    if (a->element == 4) PACK(uint32_t);
-    else PACK(uint16_t);
+    const uint32_t *from = (const uint32_t *)a->from + panel * NM_PANEL * a->k;
+    uint32_t *to = (uint32_t *)a->to + panel * NM_PANEL * a->k;
+    for (int64_t k0 = 0; k0 < a->k; k0 += 16)
+        for (int64_t c = 0; c < NM_PANEL; c++)
+            for (int64_t k = k0; k < min64(k0 + 16, a->k); k++)
+                to[k * NM_PANEL + c] = c < columns ? from[c * a->k + k] : 0;
+}
+
+/* Two consecutive k of a column lie side by side; an odd last k gets a zero partner. */
+static void pack_pairs(const void *context, int64_t panel) {
+    const pack_args *a = context;
+    const int64_t columns = min64(NM_PANEL, a->n - panel * NM_PANEL), padded = (a->k + 1) / 2 * 2;
+    const uint16_t *from = (const uint16_t *)a->from + panel * NM_PANEL * a->k;
+    uint16_t *to = (uint16_t *)a->to + panel * NM_PANEL * padded;
+    for (int64_t k0 = 0; k0 < padded; k0 += 32)
+        for (int64_t c = 0; c < NM_PANEL; c++)
+            for (int64_t k = k0; k < min64(k0 + 32, padded); k++)
+                to[k / 2 * 2 * NM_PANEL + 2 * c + k % 2] = c < columns && k < a->k ? from[c * a->k + k] : 0;
 }
 
 void nm_pack_panels(const void *weight, void *panels, int64_t n, int64_t k, int64_t element) {
-    const pack_args a = {weight, panels, n, k, element};
-    nm_for((n + NM_PANEL - 1) / NM_PANEL, nm_threads(), pack_panel, &a);
+    const pack_args a = {weight, panels, n, k};
+    nm_for((n + NM_PANEL - 1) / NM_PANEL, nm_threads(), element == 4 ? pack_panel : pack_pairs, &a);
 }
 
 typedef struct {
@@ -44,17 +50,16 @@ typedef struct {
 
 static void unpack_row(const void *context, int64_t item) {
     const rows_args *a = context;
-    const int64_t k = a->w->k, id = a->ids[item];
-    const int64_t at = id / NM_PANEL * NM_PANEL * k + id % NM_PANEL;
+    const int64_t k = a->w->k, id = a->ids[item], panel = id / NM_PANEL, column = id % NM_PANEL;
     float *out = a->out + item * k;
     if (a->w->bf16) {
-        const uint16_t *from = (const uint16_t *)a->w->panels + at;
+        const uint16_t *from = (const uint16_t *)a->w->panels + panel * NM_PANEL * ((k + 1) / 2 * 2) + 2 * column;
         for (int64_t i = 0; i < k; i++) {
-            const uint32_t bits = (uint32_t)from[i * NM_PANEL] << 16;
+            const uint32_t bits = (uint32_t)from[i / 2 * 2 * NM_PANEL + i % 2] << 16;
             memcpy(out + i, &bits, sizeof(bits));
         }
     } else {
-        const float *from = (const float *)a->w->panels + at;
+        const float *from = (const float *)a->w->panels + panel * NM_PANEL * k + column;
         for (int64_t i = 0; i < k; i++) out[i] = from[i * NM_PANEL];
     }
 }

@@ -1,5 +1,5 @@
 /* Sixteen float32 lanes: one AVX-512 register, two AVX registers, or an array. Each operation is one correctly rounded
- * IEEE 754 operation per lane, so the three forms give the same bits.
+ * IEEE 754 operation per lane, so the forms give the same bits.
  */
 #ifndef NUMEM_VEC_H
 #define NUMEM_VEC_H
@@ -24,6 +24,13 @@ INLINE uint16_t f32_to_bf16(float f) {
     memcpy(&u, &f, 4);
     if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
     return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+/* As f32_to_bf16, denormals to zero: the pair instruction takes them for zero. */
+INLINE uint16_t f32_to_bf16_normal(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u & 0x7f800000u ? f32_to_bf16(f) : (uint16_t)(u >> 16 & 0x8000u);
 }
 
 #if defined(NM_ISA_AVX512)
@@ -61,6 +68,31 @@ INLINE V16 v_keep(V16 x, int lo, int hi, V16 fill) {
 INLINE V16 v_scale2(V16 p, V16 t) {
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23)));
 }
+
+/* Sixteen pairs of bfloat16; v_dot2: acc + odd product, rounded, then + even product, rounded (the instruction's order). */
+#if defined(NM_ISA_BF16)
+typedef __m512i P16;
+INLINE P16 v_pairs(const uint16_t *p) { return _mm512_loadu_si512(p); }
+INLINE P16 v_pair1(const uint16_t *p) {
+    int32_t both;
+    memcpy(&both, p, 4);
+    return _mm512_set1_epi32(both);
+}
+INLINE V16 v_dot2(V16 acc, P16 a, P16 b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+#else
+typedef struct {
+    __m512 even, odd;
+} P16;
+INLINE P16 split_pairs(__m512i v) {
+    return (P16){_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)),
+                 _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000u)))};
+}
+INLINE P16 v_pairs(const uint16_t *p) { return split_pairs(_mm512_loadu_si512(p)); }
+INLINE P16 v_pair1(const uint16_t *p) { return (P16){_mm512_set1_ps(bf16_to_f32(p[0])), _mm512_set1_ps(bf16_to_f32(p[1]))}; }
+INLINE V16 v_dot2(V16 acc, P16 a, P16 b) {
+    return _mm512_fmadd_ps(a.even, b.even, _mm512_fmadd_ps(a.odd, b.odd, acc));
+}
+#endif
 
 #elif defined(NM_ISA_AVX2)
 
@@ -111,6 +143,19 @@ INLINE __m256 half_scale2(__m256 p, __m256 t) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(t), 23)));
 }
 INLINE V16 v_scale2(V16 p, V16 t) { return (V16){half_scale2(p.a, t.a), half_scale2(p.b, t.b)}; }
+typedef struct {
+    V16 even, odd;
+} P16;
+INLINE __m256 half_even(__m256i v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
+INLINE __m256 half_odd(__m256i v) {
+    return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000u)));
+}
+INLINE P16 v_pairs(const uint16_t *p) {
+    const __m256i a = _mm256_loadu_si256((const __m256i *)p), b = _mm256_loadu_si256((const __m256i *)(p + 16));
+    return (P16){{half_even(a), half_even(b)}, {half_odd(a), half_odd(b)}};
+}
+INLINE P16 v_pair1(const uint16_t *p) { return (P16){v_set1(bf16_to_f32(p[0])), v_set1(bf16_to_f32(p[1]))}; }
+INLINE V16 v_dot2(V16 acc, P16 a, P16 b) { return v_fma(a.even, b.even, v_fma(a.odd, b.odd, acc)); }
 #undef PAIR
 
 #else
@@ -153,6 +198,20 @@ INLINE V16 v_scale2(V16 p, V16 t) {
     return r;
 }
 #undef EACH
+
+typedef struct {
+    V16 even, odd;
+} P16;
+INLINE P16 v_pairs(const uint16_t *p) {
+    P16 r;
+    for (int i = 0; i < 16; i++) {
+        r.even.f[i] = bf16_to_f32(p[2 * i]);
+        r.odd.f[i] = bf16_to_f32(p[2 * i + 1]);
+    }
+    return r;
+}
+INLINE P16 v_pair1(const uint16_t *p) { return (P16){v_set1(bf16_to_f32(p[0])), v_set1(bf16_to_f32(p[1]))}; }
+INLINE V16 v_dot2(V16 acc, P16 a, P16 b) { return v_fma(a.even, b.even, v_fma(a.odd, b.odd, acc)); }
 
 #endif
 

@@ -1,6 +1,6 @@
 """The decoder: one forward pass for every family that a descriptor describes, over pages.
 
-Activations are float32; weights and cache are float32 or bfloat16. Every row of a call is computed as if it were alone.
+Activations are float32; weights and cache are float32 or bfloat16 (a bfloat16 layer rounds the rows that enter it). Every row of a call is computed as if it were alone.
 """
 
 from dataclasses import dataclass
@@ -88,8 +88,9 @@ class TransformerDecoder:
             rms_norm(x, layer.attn_norm, eps, hidden, d.norm.offset)
             layer.qkv(hidden, qkv)
             if layer.q_norm is not None and layer.k_norm is not None:
-                self._head_norm(qkv, 0, d.heads, layer.q_norm)
-                self._head_norm(qkv, q_width, d.kv_heads, layer.k_norm)
+                q, k = qkv[:, :q_width], qkv[:, q_width : q_width + kv_width]
+                rms_norm(q, layer.q_norm, eps, q, d.norm.offset)
+                rms_norm(k, layer.k_norm, eps, k, d.norm.offset)
             rope_write(
                 qkv, self.cos, self.sin, rows.positions, k_pages, v_pages, rows.slots, d.heads, d.kv_heads, d.head_dim
             )
@@ -116,12 +117,6 @@ class TransformerDecoder:
             return torch.empty((0, d.vocab))
         last = x if len(rows.wanted) == m else x[rows.wanted]
         return self.head(rms_norm(last, self.final_norm, eps, offset=d.norm.offset))
-
-    def _head_norm(self, qkv: torch.Tensor, start: int, heads: int, weight: torch.Tensor) -> None:
-        d = self.descriptor
-        view = qkv[:, start : start + heads * d.head_dim]
-        flat = view.reshape(-1, d.head_dim)
-        view.copy_(rms_norm(flat, weight, d.norm.eps, offset=d.norm.offset).view(view.shape))
 
     def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
         buffer = self._buffers.get(name)

@@ -118,7 +118,8 @@ def load_lm(
     Args:
         key_or_dir: for example "smollm2-135m-instruct", or a path.
         device: "cpu", or "auto" (the CPU in this version).
-        dtype: "float32" or "bfloat16", of weights and cache; activations are float32.
+        dtype: "float32" or "bfloat16", of weights, cache and the rows that enter linear layers; sums, norms and the
+            residual stream are float32.
         max_position: positions that may be evaluated (default: the smaller of 8,192 and the model's own).
         offline: never reach for the network.
         salt: a tenant's secret, empty for none; its state is found under no other salt.
