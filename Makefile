@@ -14,9 +14,9 @@ setup: $(STAMP)  ## create .venv, install pinned dependencies and build the C ke
 
 $(STAMP): constraints.txt pyproject.toml setup.py $(wildcard kernels/csrc/*.c kernels/csrc/*.h)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -c "from numem.kernels import native; print('kernels:', native.isa() if native.available() else 'torch (no C compiler found)')"
 	@touch $(STAMP)
 

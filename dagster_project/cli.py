@@ -151,7 +151,9 @@ def _ui(done: "Finished") -> str:
     from dagster_project.deployment import Deployment
 
     default = Deployment.here().memory_resource().resolved_home == done.summary.memory
-    return "numem ui" if default else f"numem ui --memory {done.summary.memory}"
+    if not default:
+        return f"numem ui --memory {done.summary.memory}"
+    return "make ui" if Path("workspace.yaml").is_file() else "numem ui"
 
 
 def _model_free(memory: str | None, as_json: bool) -> None:

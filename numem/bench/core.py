@@ -14,7 +14,7 @@ from numem.bench.text import tokens
 from numem.identity.chain import plan
 from numem.identity.digest import content_id
 from numem.models.lm import LM, load_lm
-from numem.runtime.kv import node_of
+from numem.runtime.chunks import chunk_node
 from numem.runtime.pages import kv_spec
 from numem.runtime.prefix import lookup
 from numem.store.memory import Memory
@@ -194,7 +194,7 @@ def looking_up(repetitions: int = 50) -> dict[str, Any]:
     with temporary_memory() as memory:
         for chunk in plan(scope, ids, LOOKUP):
             payload = np.full(chunk.count * spec.row_bytes, chunk.index, dtype=np.uint8)
-            memory.publish(node_of(chunk, scope, spec, content_id(payload), {}), [payload])
+            memory.publish(chunk_node(chunk, scope, spec, content_id(payload), {}), [payload])
         memory.flush()
         found = []
 

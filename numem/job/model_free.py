@@ -15,8 +15,8 @@ from numem.errors import IntegrityError
 from numem.identity.chain import CHUNK_TOKENS, Chunk, plan
 from numem.identity.digest import content_id
 from numem.identity.fingerprint import Identity, NumericPolicy
-from numem.runtime.prefix import KIND, Match, lookup
-from numem.state.manifest import chunk_of
+from numem.runtime.chunks import chunk_node
+from numem.runtime.prefix import Match, lookup
 from numem.state.node import Node
 from numem.state.spec import Slab, StateSpec
 from numem.store.memory import Memory
@@ -96,31 +96,8 @@ def _publish(memory: Memory, subject: Identity, tokens: list[int], metrics: Coun
 
 
 def node_of(chunk: Chunk, scope: bytes, payload: np.ndarray) -> Node:
-    content = content_id(payload)
-    cell = chunk_of((0, chunk.start, 0), payload.shape, SPEC.dtype, content)
-    field = {
-        "id": KIND,
-        "value": {"dtype": SPEC.dtype, "shape": [SPEC.members, chunk.end, SPEC.width]},
-        "chunk_shape": [SPEC.members, CHUNK_TOKENS, SPEC.width],
-        "coordinate_space": {"axis": SPEC.axis, "layout": SPEC.layout, "origin": 0},
-        "chunks": [cell.model_dump(mode="json")],
-        "attributes": {},
-    }
-    return Node(
-        id=chunk.id,
-        parent=chunk.parent,
-        scope=scope,
-        kind=KIND,
-        start=chunk.start,
-        count=chunk.count,
-        applied=chunk.applied,
-        marks=chunk.pages,
-        pieces=(content,),
-        fields=(field,),
-        coordinate={"processed_count": chunk.end},
-        append_axis=1,
-        provenance={"numpy": np.__version__},
-    )
+    """The node of a chunk whose payload is `payload`."""
+    return chunk_node(chunk, scope, SPEC, content_id(payload), {"numpy": np.__version__})
 
 
 def _count(match: Match, requested: int, metrics: Counter[str]) -> None:

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from numem.errors import IntegrityError, NotFoundError, StoreError
-from numem.identity.chain import CHUNK_TOKENS, Chunk, plan
+from numem.identity.chain import plan
 from numem.identity.digest import content_id
 from numem.identity.fingerprint import Identity
+from numem.runtime.chunks import chunk_node
 from numem.runtime.engine import Engine
 from numem.runtime.pool import Route
-from numem.runtime.prefix import KIND, Hit, Match
-from numem.state.manifest import chunk_of
+from numem.runtime.prefix import Hit, Match
 from numem.state.node import Node
 from numem.state.spec import StateSpec
 from numem.store.memory import Memory
@@ -26,35 +26,6 @@ READ_AHEAD = 8
 def raw(payload: torch.Tensor) -> np.ndarray:
     """The bytes of a contiguous tensor as a uint8 array over the same memory."""
     return payload.view(-1).view(torch.uint8).numpy()
-
-
-def node_of(chunk: Chunk, scope: bytes, spec: StateSpec, content: bytes, provenance: dict[str, str]) -> Node:
-    """The causal fact of one chunk of attention state."""
-    cell = chunk_of((0, chunk.start, 0), (spec.members, chunk.count, spec.width), spec.dtype, content)
-    return Node(
-        id=chunk.id,
-        parent=chunk.parent,
-        scope=scope,
-        kind=KIND,
-        start=chunk.start,
-        count=chunk.count,
-        applied=chunk.applied,
-        marks=chunk.pages,
-        pieces=(content,),
-        fields=(
-            {
-                "id": KIND,
-                "value": {"dtype": spec.dtype, "shape": [spec.members, chunk.end, spec.width]},
-                "chunk_shape": [spec.members, CHUNK_TOKENS, spec.width],
-                "coordinate_space": {"axis": spec.axis, "layout": spec.layout, "origin": 0},
-                "chunks": [cell.model_dump(mode="json")],
-                "attributes": {},
-            },
-        ),
-        coordinate={"processed_count": chunk.end},
-        append_axis=1,
-        provenance=provenance,
-    )
 
 
 @dataclass(slots=True)
@@ -90,7 +61,7 @@ def capture(
                 continue
             payload = raw(engine.storage.save(lease.pages, chunk.start, chunk.count))
             out.nodes.append(
-                node_of(chunk, identity.scope, spec, content_id(payload, identity.content_key), provenance or {})
+                chunk_node(chunk, identity.scope, spec, content_id(payload, identity.content_key), provenance or {})
             )
             out.payloads.append(payload)
     return out

@@ -1,1 +1,0 @@
-"""Policies of eviction, admission and restore-or-recompute."""
