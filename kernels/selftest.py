@@ -97,6 +97,10 @@ def self_test(shapes: Shapes) -> bytes:
             one = slice(row, row + 1)
             _require_equal(layer(rows[one], residual=residual[one]), y[one], f"linear {n} x {k}")
         outputs += [y, layer.rows(torch.tensor([0, n - 1]))]
+    # Sums near the smallest normal number, and weights below it: builds that flush denormals differ here.
+    tiny = PackedLinear((stream.weights(64, 128) * 2.0**-62).to(dtype))
+    below = PackedLinear((stream.weights(64, 128) * 2.0**-128).to(dtype))
+    outputs += [tiny(stream.values(_ROWS, 128) * 2.0**-63), below(stream.values(_ROWS, 128))]
     outputs.append(silu_mul(stream.values(_ROWS, 2 * shapes.inter).mul_(8.0)))
     outputs += _attention(stream, shapes, dtype)
     # bfloat16 pages travel as their bytes

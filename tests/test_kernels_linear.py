@@ -203,3 +203,37 @@ def test_wrong_arguments_are_refused(path: str) -> None:
         PackedLinear(torch.ones(3, 2).half())
     with pytest.raises(InputError, match="bias"):
         PackedLinear(torch.ones(3, 2), torch.ones(2))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [2.0**-60, 2.0**-62, 2.0**-64, 2.0**-66])
+def test_tiny_numbers_have_equal_bits_on_all_builds(dtype: torch.dtype, scale: float) -> None:
+    """Products and sums around the smallest normal number, and denormal weights: the bfloat16 instruction flushes them."""
+    g = torch.Generator().manual_seed(5)
+    rows = torch.randn((40, 192), generator=g) * scale
+    weights = [torch.randn((64, 192), generator=g) * scale, torch.randn((64, 192), generator=g) * 2.0**-127]
+    for weight in weights:
+        found = set()
+        for isa in ISAS:
+            native.use(isa)
+            layer = PackedLinear(weight.to(dtype))
+            for threads in (1, 2):
+                native.set_threads(threads)
+                found.add(bits(layer(rows)))
+                found.add(bits(torch.cat([layer(rows[i : i + 1]) for i in range(len(rows))])))
+        assert len(found) == 1
+
+
+@needs_native
+def test_a_host_that_flushes_denormals_changes_nothing() -> None:
+    """torch.set_flush_denormal sets a mode of the calling thread only; rows must not depend on which thread ran them."""
+    g = torch.Generator().manual_seed(6)
+    layer = PackedLinear(torch.randn((512, 64), generator=g) * 1e-20)
+    rows = torch.randn((300, 64), generator=g) * 1e-20
+    want = bits(layer(rows))
+    try:
+        torch.set_flush_denormal(True)
+        assert {bits(layer(rows)) for _ in range(20)} == {want}
+    finally:
+        torch.set_flush_denormal(False)

@@ -75,6 +75,33 @@ void nm_for(int64_t items, int64_t threads, nm_body body, const void *context);
 void nm_set_thread_count(int64_t n);
 int64_t nm_threads(void);
 
+/* Floating-point mode of the calling thread. Items of nm_for run in the default mode whatever the host program has set
+ * (a flush of denormals on one thread only would make bits depend on threads); bfloat16 layers run in the flushing mode,
+ * which is that of the processors' bfloat16 instruction. */
+#if defined(__x86_64__) || defined(_M_X64)
+#include <xmmintrin.h>
+#define NM_MODE_DEFAULT 0x1f80u
+#define NM_MODE_FLUSH 0x9fc0u
+static inline uint64_t nm_float_mode(uint64_t mode) {
+    const uint64_t before = _mm_getcsr();
+    _mm_setcsr((unsigned)mode);
+    return before;
+}
+#elif defined(__aarch64__)
+#define NM_MODE_DEFAULT 0u
+#define NM_MODE_FLUSH (1u << 24)
+static inline uint64_t nm_float_mode(uint64_t mode) {
+    uint64_t before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory");
+    return before;
+}
+#else
+#define NM_MODE_DEFAULT 0u
+#define NM_MODE_FLUSH 0u
+static inline uint64_t nm_float_mode(uint64_t mode) { return mode; }
+#endif
+
 /* Scratch of the calling thread, 64-byte aligned, grown as needed and kept until the thread ends; slots 0..3 are
  * independent. NULL: out of memory. */
 void *nm_scratch(int slot, size_t bytes);

@@ -278,12 +278,14 @@ NOINLINE void linear_few(const void *context, int64_t item) {
     int64_t group = (item * size + min64(item, larger)) * a->unit;
     const int64_t end = min64(groups, group + (size + (item < larger)) * a->unit);
     float acc[MR_MAX * NM_PANEL];
+    const uint64_t mode = nm_float_mode(w->bf16 ? NM_MODE_FLUSH : NM_MODE_DEFAULT);
     while (group < end) {
         const int64_t pair = group % 2 == 0 && group + 1 < end ? 2 : 1;
         run_panel(a, 0, a->rows, group / 2, group % 2, (int)pair, acc);
         finish_rows(a, 0, a->rows, group * 16, min64(pair * 16, w->n - group * 16), acc);
         group += pair;
     }
+    nm_float_mode(mode);
 }
 
 /* One panel times one chunk of rows. */
@@ -294,6 +296,7 @@ NOINLINE void linear_many(const void *context, int64_t item) {
     const int64_t columns = min64(NM_PANEL, a->w->n - panel * NM_PANEL);
     const int64_t blocks = (rows + MR_MAX - 1) / MR_MAX;
     float acc[MR_MAX * NM_PANEL];
+    const uint64_t mode = nm_float_mode(a->w->bf16 ? NM_MODE_FLUSH : NM_MODE_DEFAULT);
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t lo = first + b * rows / blocks, n = first + (b + 1) * rows / blocks - lo;
         const float *out = a->out + lo * a->o_stride + panel * NM_PANEL;
@@ -305,6 +308,7 @@ NOINLINE void linear_many(const void *context, int64_t item) {
         run_panel(a, lo, n, panel, 0, columns > 16 ? 2 : 1, acc);
         finish_rows(a, lo, n, panel * NM_PANEL, columns, acc);
     }
+    nm_float_mode(mode);
 }
 
 #define ROUND_ROWS 16 /* rows of an item of the rounding */

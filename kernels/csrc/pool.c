@@ -55,11 +55,13 @@ static int64_t now_ns(void) {
 }
 
 static void take_items(void) {
+    const uint64_t mode = nm_float_mode(NM_MODE_DEFAULT);
     for (;;) {
         const int64_t item = __atomic_fetch_add(&next_item, 1, __ATOMIC_RELAXED);
-        if (item >= job.items) return;
+        if (item >= job.items) break;
         job.body(job.context, item);
     }
+    nm_float_mode(mode);
 }
 
 /* Enters the job if it is open and has a seat; the caller cannot end it while somebody is inside. */
@@ -117,7 +119,9 @@ int64_t nm_threads(void) { return __atomic_load_n(&thread_count, __ATOMIC_RELAXE
 void nm_for(int64_t items, int64_t threads, nm_body body, const void *context) {
     if (threads > items) threads = items;
     if (threads <= 1 || pthread_mutex_trylock(&taken)) {
+        const uint64_t mode = nm_float_mode(NM_MODE_DEFAULT);
         for (int64_t i = 0; i < items; i++) body(context, i);
+        nm_float_mode(mode);
         return;
     }
     if (workers < threads - 1) start_workers(threads - 1);
