@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from numem.cli import JsonFlag, MemoryOption, app, console, emit, fail, guarded, table
+from numem.cli import JsonFlag, MaxPositionOption, MemoryOption, app, console, emit, fail, guarded, table
 from numem.errors import InputError
+from numem.terminal import say_error
 
 if TYPE_CHECKING:
+    from dagster_project.deployment import Deployment
     from dagster_project.runs import Finished, Settings
 
 __all__ = ["app", "main"]
@@ -38,6 +40,7 @@ def demo(
     memory: MemoryOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    max_position: MaxPositionOption = None,
     model_free: Annotated[
         bool, typer.Option("--model-free", help="Without a model: the exactness contract on synthetic state.")
     ] = False,
@@ -50,7 +53,8 @@ def demo(
     from dagster_project.runs import Settings
 
     settings = Settings(max_new_tokens=DEMO_TOKENS, lanes=DEMO_LANES, ignore_eos=True, previews=True)
-    _job(example_prompts(), settings, memory, model, dtype, None, as_json)
+    where = _deployment(memory, model, dtype, max_position)
+    _job(example_prompts(), settings, where, None, as_json)
 
 
 @app.command()
@@ -61,6 +65,7 @@ def run(
     memory: MemoryOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    max_position: MaxPositionOption = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=0)] = 64,
     lanes: LanesOption = 4,
     as_json: JsonFlag = False,
@@ -68,7 +73,8 @@ def run(
     """Run the main job on your own prompts. Rows have `prompt`, or `messages` for the chat template, and maybe `id`."""
     from dagster_project.runs import Settings
 
-    _job(prompts, Settings(max_new_tokens=max_new_tokens, lanes=lanes), memory, model, dtype, out, as_json)
+    where = _deployment(memory, model, dtype, max_position)
+    _job(prompts, Settings(max_new_tokens=max_new_tokens, lanes=lanes), where, out, as_json)
 
 
 @app.command()
@@ -86,7 +92,7 @@ def ui(
     deployment = Deployment.here(memory=memory, model=model, dtype=dtype)
     server.require_free(port)
     environment = server.environment(deployment, chosen=bool(model or dtype))
-    console.print(f"http://{server.HOST}:{port}  (memory {environment['NUMEM_MEMORY']})", highlight=False)
+    console.print(f"http://{server.HOST}:{port}  (memory {environment['NUMEM_MEMORY']})", highlight=False, markup=False)
     sys.stdout.flush()
     sys.stderr.flush()
     # Dagster ends on SIGTERM as it ends on SIGINT, which a shell script's background job ignores.
@@ -109,27 +115,26 @@ def example_prompts() -> Path:
     )
 
 
-def _job(
-    prompts: Path,
-    settings: "Settings",
-    memory: str | None,
-    model: str | None,
-    dtype: str | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+def _deployment(memory: str | None, model: str | None, dtype: str | None, max_position: int | None) -> "Deployment":
     # Dagster announces what it will rename one day; that is for developers, who see it in the tests.
     warnings.simplefilter("ignore")
     from dagster_project.deployment import Deployment
+
+    return Deployment.here(memory=memory, model=model, dtype=dtype, max_position=max_position)
+
+
+def _job(prompts: Path, settings: "Settings", deployment: "Deployment", out: Path | None, as_json: bool) -> None:
     from dagster_project.runs import continue_prompts
     from dagster_project.show import progress
 
-    deployment = Deployment.here(memory=memory, model=model, dtype=dtype)
     try:
         with progress(console) as watcher:
             done = continue_prompts(deployment, prompts, settings, out=out, progress=watcher)
     except KeyboardInterrupt:
-        console.print("cancelled; run it again: what is durable by now is not computed again", highlight=False)
+        cancelled = "cancelled; run it again: what is durable by now is not computed again"
+        console.print(cancelled, highlight=False)
+        if as_json:
+            say_error(cancelled, "KeyboardInterrupt")
         raise typer.Exit(130) from None
     _report(done, as_json)
 

@@ -32,7 +32,14 @@ class Deployment:
     max_position: int = 0
 
     @classmethod
-    def here(cls, *, memory: str | None = None, model: str | None = None, dtype: str | None = None) -> Self:
+    def here(
+        cls,
+        *,
+        memory: str | None = None,
+        model: str | None = None,
+        dtype: str | None = None,
+        max_position: int | None = None,
+    ) -> Self:
         """Options where given, else this process's environment, else defaults. Directories become absolute."""
         get = os.environ.get
         position = get(env.MAX_POSITION) or "0"
@@ -46,7 +53,7 @@ class Deployment:
             tiers=get(env.TIERS) or "",
             model=_absolute(key) if Path(key).is_dir() else key,
             dtype=dtype or get(env.DTYPE) or "float32",
-            max_position=int(position),
+            max_position=int(position) if max_position is None else max_position,
         )
 
     def memory_resource(self) -> MemoryResource:

@@ -5,8 +5,13 @@ Belongs here: what stands between a table of prompts and the summary of its Dags
 Dagster concept: https://docs.dagster.io/guides/build/jobs/job-execution
 """
 
+import errno
+import os
 import shutil
+import sqlite3
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,7 @@ from dagster_project.jobs import CONTINUE_PROMPTS
 from dagster_project.partitions import add_batches
 from dagster_project.resources.process import dagster_thread
 from dagster_project.resources.runtime import Progress, watch
-from numem.errors import NumemError
+from numem.errors import NumemError, StorageFullError
 from numem.job.batch import make_batch
 from numem.job.prompts import read_prompts
 from numem.job.reports import Summary
@@ -76,7 +81,7 @@ def continue_prompts(
     The table is read and encoded before the memory is opened: a fault in it changes nothing.
 
     Args:
-        out: directory that gets a copy of the completions; they stand below the memory in any case.
+        out: directory that gets a copy of this run's completions; they stand below the memory in any case.
 
     Raises:
         NumemError: whatever a stage raised, unwrapped.
@@ -89,7 +94,13 @@ def continue_prompts(
     progress("model", 1, 1)
     batch = make_batch(lm, prompts, model=model.key)
     job = build_defs(resource_overrides={"memory": memories, "model": model}).resolve_job_def(CONTINUE_PROMPTS)
-    with dagster_thread(), memories.opened() as memory, open_instance(memory.local) as instance, watch(progress):
+    with (
+        dagster_thread(),
+        memories.opened() as memory,
+        _full_disk(memory.local),
+        open_instance(memory.local) as instance,
+        watch(progress),
+    ):
         add_batches(instance, [batch.id])
         home = Path(instance.root_directory)
         deployment.remember(home)
@@ -120,6 +131,27 @@ def _execute(
         raise cause from error
 
 
+@contextmanager
+def _full_disk(local: Path) -> Iterator[None]:
+    """StorageFullError in place of what Dagster lets through when its history has no space left."""
+    try:
+        yield
+    except NumemError:
+        raise
+    except Exception as error:
+        if not any(_is_full(cause) for cause in _causes(error)):
+            raise
+        raise StorageFullError(
+            f"{local / 'dagster'}: no space left for the history of runs; free some and run again"
+        ) from error
+
+
+def _is_full(error: BaseException) -> bool:
+    if isinstance(error, sqlite3.OperationalError):
+        return "disk is full" in str(error)
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error, what it wraps (Dagster's `user_exception`) and what it was raised from."""
     seen: set[int] = set()
@@ -134,8 +166,16 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _copy(outputs: Path, out: Path) -> Path:
-    """Copy completions into a user's directory, whole or not at all."""
+    """Copy a run's completions into a user's directory, whole or not at all, whoever else copies there."""
     out.mkdir(parents=True, exist_ok=True)
-    partial = out / f".{outputs.name}.partial"
-    shutil.copyfile(outputs, partial)
-    return partial.replace(out.resolve() / outputs.name)
+    handle, partial = tempfile.mkstemp(dir=out, prefix=f".{outputs.name}-")
+    try:
+        with os.fdopen(handle, "wb") as target, outputs.open("rb") as source:
+            shutil.copyfileobj(source, target)
+            target.flush()
+            os.fsync(target.fileno())
+        Path(partial).chmod(0o644)
+        return Path(partial).replace(out.resolve() / outputs.name)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise

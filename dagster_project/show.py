@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from dagster_project.resources.runtime import Progress as Watcher
 from numem.job.reports import Series, Summary
@@ -59,7 +60,7 @@ def summary_table(summary: Summary) -> Table:
         "exact": _exact(summary),
     }
     for name, value in rows.items():
-        out.add_row(name, value)
+        out.add_row(Text(name), Text(value))  # keys, paths and ids may look like markup
     return out
 
 

@@ -6,6 +6,7 @@ What takes long to import is imported by the command that needs it, so that `num
 import getpass
 import json
 import os
+import string
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,9 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
+from numem.errors import InputError
 from numem.terminal import (
+    Commands,
     JsonFlag,
+    MaxPositionOption,
     MemoryOption,
+    busy,
     console,
     emit,
     fail,
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "JsonFlag",
+    "MaxPositionOption",
     "MemoryOption",
     "app",
     "console",
@@ -53,6 +59,7 @@ ROWS = 12
 
 app = typer.Typer(
     name="numem",
+    cls=Commands,
     help="Durable, forkable numerical memory.",
     no_args_is_help=True,
     add_completion=False,
@@ -91,6 +98,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of weights and cache.")] = "float32",
+    max_position: MaxPositionOption = None,
     memory: MemoryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -100,10 +108,10 @@ def generate(
 
     sampler = Sampler(temperature, top_k, top_p, seed)
     text = sys.stdin.read() if prompt == "-" else prompt
-    with console.status("loading the model"):
+    with busy("loading the model"):
         from numem.models.lm import load_lm
 
-        lm = load_lm(model, dtype=dtype)
+        lm = load_lm(model, dtype=dtype, max_position=max_position)
     tokens = lm.tokenizer.chat([{"role": "user", "content": text}]) if chat else lm.tokenizer.encode(text)
 
     def show(piece: str) -> None:
@@ -257,6 +265,7 @@ def fork(
     """Start a branch at a state. No byte is copied; a name that is taken is refused."""
     from numem.lineage.log import resolve
 
+    _check_branch(branch)
     with open_memory(memory) as store:
         head = resolve(store, name)
         source = name if name in {b.name for b in store.branches()} else None
@@ -268,6 +277,14 @@ def fork(
         "source": made.source or None,
     }
     emit(result, as_json, f"branch {made.name} at {made.head.hex()}")
+
+
+def _check_branch(name: str) -> None:
+    """Refuse names that a later command would take for something else."""
+    if name.startswith("-"):
+        raise InputError(f"branch {name!r}: a name that begins with '-' reads like an option; choose another")
+    if len(name) >= 4 and all(c in string.hexdigits for c in name):
+        raise InputError(f"branch {name!r}: only hex digits read like the beginning of a causal id; choose another")
 
 
 def _user() -> str:
@@ -288,7 +305,7 @@ def verify(
     """Check every copy against its content id. Exits with 1 when something is damaged or missing."""
     from numem.lineage.log import ancestry, resolve
 
-    with open_memory(memory) as store, console.status("verifying"):
+    with open_memory(memory) as store, busy("verifying"):
         ids = None if name is None else [node.id for node in ancestry(store, resolve(store, name).id)]
         report = store.verify(ids, deep=deep)
         home = memory_home(memory)
@@ -353,7 +370,7 @@ def models_fetch(
     """Fetch and import a model, unless it is here already."""
     from numem.models.registry import resolve
 
-    with console.status(f"fetching {key}"):
+    with busy(f"fetching {key}"):
         directory = resolve(key)
     emit({"key": key, "directory": str(directory)}, as_json, str(directory))
 
@@ -368,7 +385,7 @@ def models_import(
     """Write a Hugging Face model directory from a GGUF file."""
     from numem.models.gguf_import import import_gguf
 
-    with console.status(f"importing {gguf.name}"):
+    with busy(f"importing {gguf.name}"):
         made = import_gguf(gguf, directory)
     emit({"gguf": str(gguf), "directory": str(made)}, as_json, str(made))
 
@@ -386,7 +403,7 @@ def bench(
 
     results = {}
     for one in NAMES if name == "all" else (name,):
-        with console.status(f"measuring {one}"):
+        with busy(f"measuring {one}"):
             results[one] = run(one)
     report = render(results)
     if write is not None:

@@ -143,6 +143,61 @@ def test_models_fetch_of_an_unknown_key_is_one_line() -> None:
     assert "did you mean smollm2-135m-instruct" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("models", "fetch", "[/x]"),
+        ("models", "import", "[/x].gguf", "[/y]"),
+        ("bench", "[/x]"),
+        ("generate", "[/x]", "y"),
+    ],
+)
+def test_what_looks_like_markup_is_printed_as_it_is(arguments: tuple[str, ...]) -> None:
+    result = numem_(*arguments)
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and "[/x]" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_markup_in_a_title_or_a_column_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    emit({}, False, table(("column [/a]",), [("[/b]",)], "[red]hi[/nope]"))
+    printed = "".join(capsys.readouterr().out.split())
+    assert all(word in printed for word in ("column[/a]", "[/b]", "[red]hi[/nope]"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (("models", "fetch", "no-such-model", "--json"), 1, "UnknownModelError"),
+        (("models", "import", "no.gguf", "out", "--json"), 1, None),
+        (("bench", "nonsense", "--json"), 1, "InputError"),
+        (("generate", "no-such-model", "x", "--json"), 1, "UnknownModelError"),
+        (("log", "--memory", "absent", "--json"), 1, "NotFoundError"),
+        (("show", "--json"), 2, None),
+        (("nonsense", "--json"), 2, None),
+        (("generate", "m", "p", "--max-new-tokens", "0", "--json"), 2, None),
+        (("models", "list", "--nonsense", "--json"), 2, None),
+    ],
+)
+def test_an_error_with_json_is_one_object_and_one_line(
+    arguments: tuple[str, ...], code: int, kind: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = numem_(*arguments)
+    assert result.exit_code == code
+    assert len(result.stdout.splitlines()) == 1
+    document = json.loads(result.stdout)
+    assert set(document) == {"error", "type"} and kind in (None, document["type"])
+    assert result.stderr == f"error: {document['error']}\n"
+
+
+def test_json_changes_no_other_exit() -> None:
+    assert numem_("models", "list", "--json").exit_code == 0
+    helped = numem_("show", "--json", "--help")
+    assert helped.exit_code == 0 and "Usage" in helped.stdout
+    # Behind -- it is a value, and no option.
+    assert "error" not in numem_("show", "--memory", "absent", "--", "--json").stdout
+
+
 def test_models_import_writes_a_directory_that_generates(tmp_path: Path) -> None:
     gguf = tiny_gguf(tmp_path / "tiny.gguf", tiny_model(tmp_path / "hf"))
     result = numem_("models", "import", str(gguf), str(tmp_path / "out"), "--json")

@@ -11,6 +11,7 @@ from numem import LM, Memory
 from numem.cli import app
 from numem.errors import ContextLengthError, InputError
 from numem.job.complete import complete
+from numem.models.chat import ChatTemplate
 from numem.runtime.sampling import Sampler
 from tests.model_fixtures import edit_json, tiny_model
 
@@ -84,6 +85,7 @@ def test_another_dtype_is_another_identity(tiny_dir: Path, tmp_path: Path) -> No
         ((PROMPT, "--temperature", "-1"), "temperature"),
         ((PROMPT, "--top-p", "0"), "top_p"),
         ((PROMPT, "--dtype", "float99"), "float99"),
+        ((PROMPT * 60, "--max-position", "16"), "exceed the context of 16"),
     ],
 )
 def test_bad_values_are_one_line_and_leave_no_trace(
@@ -91,9 +93,10 @@ def test_bad_values_are_one_line_and_leave_no_trace(
 ) -> None:
     for flags in ((), ("--json",)):
         result = run(tiny_dir, tmp_path / "m", *arguments, *flags)
-        assert result.exit_code == 1 and result.stdout == "", result.stderr
+        assert result.exit_code == 1, result.stderr
         (line,) = result.stderr.splitlines()
         assert line.startswith("error: ") and word in line
+        assert (json.loads(result.stdout)["error"] if flags else result.stdout) == (line[7:] if flags else "")
     if (tmp_path / "m").exists():
         with Memory(tmp_path / "m") as memory:
             assert memory.nodes() == ()
@@ -112,6 +115,12 @@ def test_models_at_fault_are_one_line(tmp_path: Path) -> None:
     result = run(cut, tmp_path / "m", "hi")
     assert result.exit_code == 1 and "model.safetensors" in result.stderr and len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "m").exists()
+
+
+def test_a_chat_template_that_exhausts_memory_is_an_input_error() -> None:
+    template = ChatTemplate("{{ messages[0].content * (10 ** 17) }}", "chat_template.jinja")
+    with pytest.raises(InputError, match=r"^chat_template.jinja: the chat template needs more memory than there is$"):
+        template.render([{"role": "user", "content": "x"}], add_generation_prompt=True, tokens={})
 
 
 @pytest.mark.crash

@@ -40,9 +40,13 @@ def output(result: Result) -> Any:
 
 
 def error(result: Result) -> str:
-    """The one line of a command that failed."""
-    assert result.exit_code == 1 and result.stdout == ""
+    """The one line of a command that failed; with --json it stands in the one object on stdout as well."""
+    assert result.exit_code == 1
     assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: ")
+    if result.stdout:
+        assert len(result.stdout.splitlines()) == 1
+        document = json.loads(result.stdout)
+        assert set(document) == {"error", "type"} and result.stderr == f"error: {document['error']}\n"
     return result.stderr
 
 
@@ -99,8 +103,9 @@ def test_show_has_manifest_identity_copies_and_provenance(numem: Run, made: tupl
 
 def test_what_does_not_exist_is_one_line(numem: Run, tmp_path: Path) -> None:
     for command in ("log", "show", "verify"):
-        assert "'nothing'" in error(numem(command, "nothing"))
-        assert "'nothing'" in error(numem(command, "nothing", "--json"))
+        people, machines = numem(command, "nothing"), numem(command, "nothing", "--json")
+        assert "'nothing'" in error(people) and people.stdout == ""
+        assert "'nothing'" in error(machines) and json.loads(machines.stdout)["type"] == "NotFoundError"
         absent = CliRunner().invoke(app, [command, "left", "--memory", str(tmp_path / "absent")])
         assert "no memory here" in error(absent) and not (tmp_path / "absent").exists()
 
@@ -131,6 +136,18 @@ def test_fork_makes_a_branch_once(made: tuple[Path, dict[str, Node]], tmp_path: 
     assert "[try/1]" in numem("log").stdout
     assert "name" in error(numem("fork", "left", "--branch", ""))
     assert "'gone'" in error(numem("fork", "gone", "--branch", "x"))
+    for name, why in (("beef", "causal id"), ("00FF12", "causal id"), ("-x", "option"), ("--json", "option")):
+        assert why in error(numem("fork", "left", f"--branch={name}"))
+        assert json.loads(numem("fork", "left", f"--branch={name}", "--json").stdout)["type"] == "InputError"
+    assert {b["name"] for b in output(numem("log", "--json"))["branches"]} == {"left", "right", "try/1", "warm"}
+    for name in ("bee", "beef-1"):
+        assert output(numem("fork", "left", "--branch", name, "--json"))["branch"] == name
+    odd = "[red]hi[/nope]"
+    output(numem("fork", "left", "--branch", odd, "--reason", odd, "--json"))
+    for command in ("log", "show", "verify"):
+        people = numem(command, odd)
+        assert people.exit_code == 0, people.output
+    assert f"branch {odd}" in numem("log", odd).stdout
 
 
 def test_verify_of_a_whole_memory_and_of_one_state(numem: Run) -> None:

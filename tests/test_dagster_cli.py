@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -163,6 +164,56 @@ def test_an_error_inside_the_run_is_one_line(
     assert not (tmp_path / "o").exists()
 
 
+def test_a_memory_whose_name_looks_like_markup(tmp_path: Path, model: Path) -> None:
+    prompts = table(tmp_path / "t.jsonl", passages=1, questions=1, length=40)
+    home = tmp_path / "m[/x]"
+    options = ("--memory", home, "--model", model, "--max-new-tokens", 1)
+    result = run("run", prompts, "--out", tmp_path / "[/o]", *options)
+    assert result.exit_code == 0, result.output
+    printed = "".join(result.stdout.split())
+    assert "m[/x]" in printed and "[/o]/completions.jsonl" in printed
+
+
+def test_max_position_is_an_option_of_the_run(tmp_path: Path, model: Path) -> None:
+    prompts = table(tmp_path / "t.jsonl", passages=1, questions=1, length=40)
+    options = ("--memory", tmp_path / "m", "--model", model, "--max-position", 16, "--json")
+    for command in (("run", prompts, "--out", tmp_path / "o"), ("demo",)):
+        result = run(*command, *options)
+        assert result.exit_code == 1
+        document = json.loads(result.stdout)
+        assert document["type"] == "ContextLengthError" and "the context of 16" in document["error"]
+        assert "--max-position" in document["error"] and result.stderr == f"error: {document['error']}\n"
+    assert run("run", prompts, "--out", tmp_path / "o", "--max-position", 0).exit_code == 2
+
+
+def test_a_full_disk_under_dagsters_history_is_one_line(
+    tmp_path: Path, memory: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sqlite3
+
+    import sqlalchemy
+    from dagster._core.storage.event_log.sqlite.sqlite_event_log import SqliteEventLogStorage
+
+    store, stored = SqliteEventLogStorage.store_event, 0
+
+    def full(self: SqliteEventLogStorage, event: Any) -> Any:
+        nonlocal stored
+        stored += 1
+        if stored <= 8:
+            return store(self, event)
+        cause = sqlite3.OperationalError("database or disk is full")
+        raise sqlalchemy.exc.OperationalError("INSERT INTO event_logs", {}, cause) from cause
+
+    monkeypatch.setattr(SqliteEventLogStorage, "store_event", full)
+    prompts = table(tmp_path / "t.jsonl", seed=7, length=40)
+    result = run("run", prompts, "--out", tmp_path / "o", "--memory", memory, "--model", model, "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert document["type"] == "StorageFullError" and f"{memory}/dagster: no space left" in document["error"]
+    assert result.stderr == f"error: {document['error']}\n" and stored > 8
+    assert not (tmp_path / "o").exists()
+
+
 def test_interrupt_ends_with_one_line(
     tmp_path: Path, memory: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,9 +221,12 @@ def test_interrupt_ends_with_one_line(
 
     monkeypatch.setattr(durable, "publish", lambda *_: signal.raise_signal(signal.SIGINT))
     prompts = table(tmp_path / "t.jsonl", seed=9, length=100)
-    result = run("run", prompts, "--out", tmp_path / "o", "--memory", memory, "--model", model)
+    arguments = ("run", prompts, "--out", tmp_path / "o", "--memory", memory, "--model", model)
+    result = run(*arguments)
     assert result.exit_code == 130
     assert result.stderr.startswith("cancelled") and result.stderr.count("\n") <= 2
+    assert result.stdout == ""
+    assert json.loads(run(*arguments, "--json").stdout)["type"] == "KeyboardInterrupt"
     assert "Traceback" not in result.output
 
 

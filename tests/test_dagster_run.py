@@ -11,6 +11,7 @@ from typing import Any, cast
 import dagster as dg
 import pytest
 
+from dagster_project import runs
 from dagster_project.assets.metadata import MAX_ROWS, MAX_VALUE_BYTES
 from dagster_project.definitions import build_defs
 from dagster_project.deployment import Deployment
@@ -19,9 +20,12 @@ from dagster_project.jobs import CONTINUE_PROMPTS
 from dagster_project.partitions import add_batches
 from dagster_project.runs import Finished, Settings, continue_prompts
 from numem.errors import InputError
+from numem.job import record as facts
 from numem.job.batch import Batch, load_batch, make_batch, save_batch
 from numem.job.prompts import read_prompts
 from numem.job.record import silent
+from numem.job.reports import PrefillReport, PublishedReport
+from numem.job.summary import summarise
 from numem.store.memory import Memory
 from tests.dagster_fixtures import MARKER, deployment, materialisation, metadata, model_directory, table
 
@@ -99,6 +103,59 @@ def test_second_run_writes_nothing_and_computes_suffixes_only(ran: Ran) -> None:
     assert summary.computed_tokens == 2 * (21 + 22 + 23)
     assert summary.exact is True
     assert Path(summary.outputs).read_bytes().count(b"\n") == 6
+
+
+def test_a_chunk_met_by_prefill_and_publication_is_reused_once(ran: Ran) -> None:
+    with Memory(ran.root) as memory:
+        batch = load_batch(memory, ran.first.summary.batch)
+        decoded = facts.recall(memory, batch, ran.second.run_id, "decode")
+        memory.record("job/decode", bytes.fromhex(batch.id), {**(decoded or {}), "run": "both"})
+        facts.record(memory, batch, "both", "prefill", PrefillReport((), 0, 0, reused_chunks=CHUNKS, ms=1.0))
+        assert summarise(memory, batch, "both").chunks_reused == CHUNKS
+        facts.record(memory, batch, "both", "publish", PublishedReport(0, 0, CHUNKS, 0, missing=0, ms=1.0))
+        summary = summarise(memory, batch, "both")
+        assert (summary.chunks_stored, summary.chunks_reused) == (0, CHUNKS)
+        facts.record(memory, batch, "both", "publish", PublishedReport(2, 2, 3, 10, missing=1, ms=1.0))
+        summary = summarise(memory, batch, "both")
+        assert (summary.chunks_stored, summary.chunks_reused) == (2, CHUNKS - 3)
+
+
+def test_out_gets_the_completions_of_its_own_run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run of the same batch ends just before this one delivers; both deliver into one directory."""
+    prompts = table(tmp_path / "t.jsonl", passages=1, questions=2, length=40)
+    where, out = deployment(tmp_path, model), tmp_path / "out"
+    both: list[Finished] = []
+    copy = runs._copy
+
+    def late(outputs: Path, to: Path) -> Path:
+        both.append(continue_prompts(where, prompts, replace(QUICK, max_new_tokens=1), progress=silent))
+        return copy(outputs, to)
+
+    one = continue_prompts(where, prompts, QUICK, out=out, progress=silent)
+    before = (out / "completions.jsonl").read_bytes()
+    monkeypatch.setattr(runs, "_copy", late)
+    two = continue_prompts(where, prompts, QUICK, out=out, progress=silent)
+    assert one.summary.outputs == two.summary.outputs == str(out / "completions.jsonl")
+    assert (out / "completions.jsonl").read_bytes() == before
+    assert [path.name for path in out.iterdir()] == ["completions.jsonl"]
+    assert both[0].summary.decode_tokens < two.summary.decode_tokens
+
+
+def test_a_delivery_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tmp_path / "out/completions.jsonl", tmp_path / "new/completions.jsonl"
+    for path in (old, new):
+        path.parent.mkdir()
+        path.write_text(path.parent.name)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(shutil, "copyfileobj", full)
+        runs._copy(new, old.parent)
+    assert (old.read_text(), list(old.parent.iterdir())) == ("out", [old])
+    assert runs._copy(new, old.parent) == old
+    assert (old.read_text(), old.stat().st_mode & 0o777) == ("new", 0o644)
 
 
 def test_everything_a_run_writes_stays_below_the_memory(ran: Ran) -> None:
@@ -236,7 +293,7 @@ def test_lost_spool_is_recomputed_and_counted(tmp_path: Path, model: Path, promp
         assert failed == {"chunks_intact", "lineage_closed", "replicas_intact"}
     again = continue_prompts(where, prompts, QUICK, progress=silent)
     assert (again.summary.chunks_stored, again.summary.exact) == (CHUNKS, True)
-    assert again.summary.outputs == decoded["outputs"]
+    assert Path(again.summary.outputs).is_file() and Path(str(decoded["outputs"])).is_file()
 
 
 def test_wiping_events_deletes_no_data(ran: Ran, instance: dg.DagsterInstance) -> None:

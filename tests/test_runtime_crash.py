@@ -98,8 +98,7 @@ def test_a_damaged_chunk_is_recomputed_and_said_so(tiny_lm: LM, tmp_path: Path, 
             used = restored.restored
             assert used.tokens < 699
             assert trace(restored) == expected
-        if used.failures:
-            assert "recomputed" in used.failures[0]
+        assert used.failures and all("recomputed" in failure for failure in used.failures)
         with session.restore(memory, ids) as again:
             # The verdict of the failed read stays: bounded attempts (pegaflow 33af1d5).
             assert again.restored.tokens == used.tokens
@@ -111,3 +110,21 @@ def test_a_damaged_chunk_is_recomputed_and_said_so(tiny_lm: LM, tmp_path: Path, 
         with session.restore(memory, ids) as mended:
             assert mended.restored.tokens == 699
             assert trace(mended) == expected
+
+
+@pytest.mark.crash
+def test_a_damaged_ssd_replica_is_read_from_home(tiny_lm: LM, tmp_path: Path) -> None:
+    """A bad replica costs a second read, never a recomputation, while another tier has the bytes."""
+    ids = prompt(700)
+    session = tiny_lm.session(pages=pages_for_lanes(2, 720))
+    with Memory(tmp_path / "m") as memory, session.start(ids) as never:
+        never.publish(memory).wait()
+        memory.promote([node.id for node in memory.nodes()], "ssd")
+        expected = trace(never)
+    for path in sidecars(tmp_path / "m" / "nodes"):
+        flip(path)
+    with Memory(tmp_path / "m") as memory, session.restore(memory, ids, tier="ssd") as restored:
+        assert restored.restored.tokens == 699
+        assert "read from another tier" in restored.restored.failures[0]
+        assert restored.restored.by_tier["object"] > 0
+        assert trace(restored) == expected

@@ -291,3 +291,86 @@ def test_too_few_pages_change_nothing(tiny_lm: LM, memory: Memory) -> None:
         small.restore(memory, ids)
     assert small.engine.pool.stats() == before
     small.engine.pool.check()
+
+
+def test_rows_that_are_not_computed_are_never_published(tiny_lm: LM, memory: Memory) -> None:
+    """The pending token's row does not exist yet: neither publish nor kv gives it."""
+    from numem.errors import OutOfPlanError
+
+    with tiny_lm.session().start(prompt(40)) as c:
+        with pytest.raises(OutOfPlanError, match="computed"):
+            c.publish(memory, upto=c.processed + 1)
+        for rows in ((0, 40), (0, 48), (10, 5), (-1, 3)):
+            with pytest.raises(OutOfPlanError):
+                c.kv(*rows)
+    assert memory.nodes() == ()
+
+
+def test_an_interrupted_step_leaves_the_continuation_as_it_was(tiny_lm: LM, memory: Memory) -> None:
+    """An exception between evaluating and choosing: the pending token is pending again, and is not evaluated twice."""
+    from numem.runtime.sampling import Sampler
+
+    class Interrupted(Sampler):
+        def choose(self, logits: np.ndarray, position: int, vocab: int | None = None) -> int:
+            raise KeyboardInterrupt
+
+    session = tiny_lm.session(pages=pages_for_lanes(2, 80), debug=True)
+    ids = prompt(40)
+    with session.start(ids) as c:
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                c.step(Interrupted())
+            assert (c.processed, c.route.length) == (39, 39)
+        found = trace(c)
+        c.publish(memory).wait()
+    with session.start(ids) as alone:
+        assert trace(alone) == found
+    session.engine.pool.check()
+
+
+def test_sessions_of_one_model_in_several_threads(tiny_lm: LM) -> None:
+    """Activations are one call's at a time: threads take turns and every row is as if alone."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def run(seed: int) -> bytes:
+        with tiny_lm.session(pages=30).start(prompt(300, seed)) as c:
+            c.advance(20)
+            return c.kv().tobytes()
+
+    expected = [run(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(run, range(4))) == expected
+
+
+def test_waiting_tells_of_other_bytes_under_the_same_id(tiny_lm: LM, memory: Memory) -> None:
+    """First wins; the second publisher is told that its bytes are not the durable ones (an event says so too)."""
+    from numem.errors import IntegrityError
+
+    session = tiny_lm.session(pages=64)
+    with session.start(prompt(40)) as first, session.start(prompt(40)) as second:
+        first.publish(memory).wait()
+        content = memory.nodes()[0].pieces[0]
+        session.engine.storage.k[:, second.route.pages[0]] += 1
+        from numem.runtime.kv import capture
+
+        class Forgetful:
+            """The memory as another process saw it before the first publication."""
+
+            durable = staticmethod(lambda _: False)
+
+        found = capture(Forgetful(), session.engine, tiny_lm.identity, second.tokens, second.route)  # type: ignore[arg-type]
+        from numem.runtime.continuation import Published
+
+        ticket = memory.publish(found.nodes[0], [found.payloads[0]])
+        with pytest.raises(IntegrityError, match="other bytes"):
+            Published((ticket,), ()).wait()
+        assert memory.nodes()[0].pieces[0] == content and len(memory.events) == 1
+
+
+@pytest.mark.parametrize("bad", [[1.5, 2.0], [True, False], ["a"], [2**63, 1], [-1, 2], [10**6]])
+def test_tokens_that_are_no_tokens(tiny_lm: LM, bad: list[int]) -> None:
+    from numem.errors import InputError
+
+    with pytest.raises(InputError):
+        tiny_lm.session().start([*bad, 1])

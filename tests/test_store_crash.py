@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from numem.errors import RecoveryError
 from numem.store import recovery
 from numem.store.dataset import manifest_path, manifest_versions
 from numem.store.memory import Memory
@@ -208,20 +207,6 @@ def test_two_bad_manifests_in_a_row(tmp_path: Path) -> None:
         assert [entry.kind for entry in memory.recovered] == ["quarantined", "replayed"]
         for chain in chains:
             assert_readable(memory, chain)
-
-
-def test_a_catalog_without_any_good_manifest_is_refused(tmp_path: Path) -> None:
-    """Never empty, never silently older: it is refused with the directory to restore."""
-    with Memory(tmp_path) as memory:
-        put(memory, make_chain(1))
-    root = tmp_path / "catalog" / "nodes.lance"
-    for version in manifest_versions(root):
-        _zero(manifest_path(root, version))
-    with pytest.raises(RecoveryError, match="no good manifest"):
-        Memory(tmp_path)
-    shutil.rmtree(root)
-    with pytest.raises(RecoveryError, match="no good manifest"):
-        Memory(tmp_path)
 
 
 @pytest.mark.parametrize("table", ["nodes", "placements"])

@@ -40,6 +40,8 @@ def test_processes_that_create_and_publish_the_same_nodes_all_succeed(tmp_path: 
         table = memory._parts.catalog.tables["nodes"].dataset.lance.to_table(columns=["id"])
         assert sorted(table.column("id").to_pylist()) == sorted(node.id for node, _ in chain)
         assert memory.verify().ok
+        # Whoever wrote a piece as well as the first one did not enter it into the catalog.
+        assert [len(memory.placements(node.pieces[0])) for node, _ in chain] == [1] * 32
         assert memory.staged() == ()
     names = {path.stem.split(".")[1] for path in (tmp_path / "object").glob("*.volume")}
     assert len(names) >= 2  # writers of their own, however many slots the race needed

@@ -362,3 +362,91 @@ def test_unknown_ids_are_named(tmp_path: Path) -> None:
             memory.find("../x")
         with pytest.raises(NotFoundError, match="no tier 'moon'"):
             memory.read([], tier="moon")
+
+
+@pytest.mark.parametrize("how", ["staged", "direct"])
+def test_what_is_only_on_ssd_is_not_durable_and_is_written_home_again(tmp_path: Path, how: str) -> None:
+    """The home tier's files deleted while the ssd copies survive: readable, not durable, and published anew."""
+    chain = make_chain(3)
+    ids = [node.id for node, _ in chain]
+    with Memory(tmp_path) as memory:
+        assert not memory.durable(ids[0])
+        put(memory, chain)
+        memory.promote(ids)
+        assert all(memory.durable(id) for id in ids)
+        (path,) = sidecars(tmp_path / "object")
+        os.truncate(path, 73_728 + 70_000)
+        assert [memory.durable(id) for id in ids] == [True, True, False]
+        path.unlink()
+        assert [memory.durable(id) for id in ids] == [False] * 3
+        assert all(memory.available(id) for id in ids)
+        assert memory.publish_staged(ids).missing == tuple(ids)
+        if how == "staged":
+            assert [memory.stage(node, data) for node, data in chain] == [True] * 3
+            assert memory.publish_staged().stored == 3
+        else:
+            assert [memory.publish(node, data).published.result().stored for node, data in chain] == [1] * 3
+        assert all(memory.durable(id) for id in ids)
+        assert_readable(memory, chain, tier="object")
+
+
+def test_a_staged_node_of_an_unknown_tenant_holds_up_nobody(tmp_path: Path) -> None:
+    """Without the salt it cannot be checked: it stays staged, is named as missing, and the others are published."""
+    data = payload(70_000, 1)
+    identity = Identity({"a": 1}, NumericPolicy("p", bytes(32)), "cpu", salt=b"tenant-secret")
+    secret = replace(
+        make_node([data]),
+        id=bytes(32),
+        scope=identity.scope,
+        parent=identity.scope,
+        pieces=(content_id(data, content_key(b"tenant-secret")),),
+    )
+    chain = make_chain(2)
+    with Memory(tmp_path) as memory:
+        memory.register(identity)
+        memory.stage(secret, [data])
+    with Memory(tmp_path) as memory:
+        for node, own in chain:
+            memory.stage(node, own)
+        report = memory.publish_staged()
+        assert (report.nodes, report.stored, report.missing) == (2, 2, (secret.id,))
+        assert memory.staged() == (secret,)
+        assert memory.publish_staged([secret.id]).missing == (secret.id,)
+        memory.register(identity)
+        assert memory.publish_staged().stored == 1
+        assert memory.staged() == ()
+        assert read_back(memory, secret, [70_000]) == [data]
+
+
+def test_pieces_that_another_writer_made_durable_meanwhile_are_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two writers with the same new pieces: both write, one copy is catalogued, the later one counts as reused."""
+    chain = make_chain(3)
+    ids = [node.id for node, _ in chain]
+    with Memory(tmp_path) as first, Memory(tmp_path, local=tmp_path / "other") as second:
+        for node, data in chain:
+            first.stage(node, data)
+        write = first._parts.publisher._write
+        reports = []
+
+        def overtaken(*args: Any) -> Any:
+            damaged = write(*args)
+            reports.append(put(second, chain))
+            return damaged
+
+        monkeypatch.setattr(first._parts.publisher, "_write", overtaken)
+        report = first.publish_staged()
+        assert (report.nodes, report.stored, report.reused, report.missing) == (3, 0, 3, ())
+        assert [report.stored for report in reports] == [3]
+        assert first.stats()["pieces_stored"] == 0
+        for memory in (first, second):
+            memory.refresh()
+            assert [len(memory.placements(node.pieces[0])) for node, _ in chain] == [1] * 3
+            assert memory.usage()["object"] == 3 * 70_000
+    with Memory(tmp_path) as memory:
+        assert memory.recovered == ()
+        assert all(memory.durable(id) for id in ids)
+        assert [len(memory.placements(node.pieces[0])) for node, _ in chain] == [1] * 3
+        assert_readable(memory, chain)
+        assert memory.verify().ok

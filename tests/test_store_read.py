@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from numem.errors import InputError, IntegrityError, NotFoundError
 from numem.state.node import Node
 from numem.store import reader, sidecar, volume
+from numem.store.catalog import Facts
+from numem.store.facts import State
 from numem.store.memory import Memory
 from tests.store_fixtures import assert_readable, flip, make_chain, make_node, payload, put, read_back, sidecars
 
@@ -318,3 +321,61 @@ def test_a_piece_that_never_existed_is_not_found(tmp_path: Path) -> None:
         assert bytes(buffer) == b"\x55" * 70_000  # found out before anything was read
         with pytest.raises(NotFoundError, match="in tier 'ssd'"):
             memory.read([(chain[0][0].pieces[0], buffer)], tier="ssd")
+
+
+def test_promotion_heals_every_lost_copy_in_one_run(tmp_path: Path) -> None:
+    """Copies whose file is gone are taken out of use at once, whether or not a source is left to copy from."""
+    chain = make_chain(3)
+    ids = [node.id for node, _ in chain]
+    with Memory(tmp_path) as memory:
+        put(memory, chain)
+        memory.promote(ids)
+        (near,), (far,) = sidecars(tmp_path / "nodes"), sidecars(tmp_path / "object")
+        near.unlink()
+        assert memory.promote(ids).promoted == 3
+        assert_readable(memory, chain, tier="ssd")
+        assert all(len(memory.placements(node.pieces[0])) == 2 for node, _ in chain)
+        (near,) = sidecars(tmp_path / "nodes")
+    near.unlink()
+    far.unlink()
+    with Memory(tmp_path) as memory:
+        report = memory.promote(ids)
+        assert (report.promoted, report.satisfied, len(report.failed)) == (0, 0, 3)
+        assert [memory.available(id) for id in ids] == [False] * 3
+        assert put(memory, chain).stored == 3
+        assert memory.promote(ids).promoted == 3
+
+
+def test_one_read_finds_every_lost_copy(tmp_path: Path) -> None:
+    """A read that fails for one piece has condemned all the others that it found missing."""
+    chain = make_chain(4)
+    with Memory(tmp_path) as memory:
+        put(memory, chain[:1])
+        put(memory, chain[1:])
+        sidecars(tmp_path / "object")[1].unlink()
+        with pytest.raises(IntegrityError):
+            memory.read([(node.pieces[0], bytearray(70_000)) for node, _ in chain])
+        assert [memory.available(node.id) for node, _ in chain] == [True, False, False, False]
+        assert put(memory, chain).stored == 3
+        assert_readable(memory, chain)
+
+
+@pytest.mark.parametrize("file", ["../../secret.lance", "/etc/passwd", "", "a/b.lance", "ab.lance\n", "ab", "XY.lance"])
+def test_a_data_file_named_by_an_altered_catalog_never_becomes_a_path(tmp_path: Path, file: str) -> None:
+    """A placement's file name is checked before it is part of a path; the copy is refused like any damaged one."""
+    with pytest.raises(IntegrityError, match="not the name of a data file"):
+        sidecar.sidecar_name(file, 1)
+    chain = make_chain(1)
+    (content,) = chain[0][0].pieces
+    with Memory(tmp_path) as memory:
+        put(memory, chain)
+        (good,) = memory.placements(content)
+        bad = replace(good, file=file, sequence=memory._parts.clock.next())
+        gone = good.turned(memory._parts.clock.next(), State.QUARANTINED, "test")
+        memory._parts.catalog.append(Facts(placements=[bad, gone]))
+        assert not memory.durable(chain[0][0].id)
+        with pytest.raises(IntegrityError, match=content.hex()):
+            _one(memory, chain, 0)
+        assert not memory.available(chain[0][0].id)
+        assert put(memory, chain).stored == 1
+        assert_readable(memory, chain)

@@ -18,7 +18,7 @@ def publish(memory: Memory, batch: Batch, run: str) -> PublishedReport:
         stored=done.stored,
         reused=done.reused,
         stored_bytes=done.stored_bytes,
-        missing=sum(1 for i in batch.chunk_ids() if not memory.available(i)),
+        missing=sum(1 for i in batch.chunk_ids() if not memory.durable(i)),
         ms=(time.perf_counter() - began) * 1e3,
     )
     record(memory, batch, run, "publish", report)

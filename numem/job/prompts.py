@@ -76,7 +76,7 @@ def check_length(prompt: Prompt, tokens: int, max_position: int) -> None:
     if tokens > max_position:
         raise ContextLengthError(
             f"{prompt.where}: {tokens} tokens exceed the context of {max_position}; shorten the prompt or raise "
-            "--max-position"
+            "--max-position (NUMEM_MAX_POSITION for the UI)"
         )
 
 

@@ -70,7 +70,7 @@ def decode_and_prove(
     progress: Progress = silent,
 ) -> DecodedReport:
     """The decode stage, and the proof on its witnesses, both recorded."""
-    out = out or memory.local / "outputs" / batch.id
+    out = out or memory.local / "outputs" / batch.id / run
     chosen = default_witnesses(batch) if proof else ()
     report, witnesses = decode(
         memory, lm, batch, run, out=out, max_new_tokens=max_new_tokens, lanes=lanes, tier=tier,

@@ -10,6 +10,7 @@ What a stage did is recorded (`numem.job.record`), so that a later stage, in thi
 
 import json
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,9 +25,8 @@ from numem.job.reports import DecodedReport, PrefillReport, PrefixRestore, Prefi
 from numem.job.versions import outputs_digest
 from numem.runtime.continuation import Session, provenance
 from numem.runtime.engine import pages_for_lanes
-from numem.runtime.kv import capture, load, raw
+from numem.runtime.kv import capture, raw, restore_rows
 from numem.runtime.lanes import Lanes, Outcome, Request
-from numem.runtime.prefix import lookup
 from numem.store.memory import Memory
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def prefill(memory: Memory, lm: "LM", batch: Batch, run: str, progress: Progress
             start = time.perf_counter()
             chunks = plan(session.identity.scope, prefix.tokens, len(prefix.tokens))
             held = {node.id for node in memory.staged([c.id for c in chunks])}
-            durable = {c.id for c in chunks if memory.available(c.id)}
+            durable = {c.id for c in chunks if memory.durable(c.id)}
             reused |= durable
             work = {"computed": 0, "shared": 0, "restored": 0}
             if any(c.id not in held and c.id not in durable for c in chunks):
@@ -108,11 +108,8 @@ def _rows(
     else:
         route, shared = engine.pool.allocate(), 0
     # The pending token stands outside a lookup: one more, of no consequence, lets the whole prefix match.
-    with lookup(memory, session.identity.scope, [*tokens, 0]) as match:
-        restored = 0
-        if match.tokens > shared:
-            route, report = load(memory, engine, route, match)
-            restored = report.tokens
+    route, report, _ = restore_rows(memory, engine, session.identity.scope, route, [*tokens, 0])
+    restored = report.tokens
     rest = tokens[route.length :]
     if rest:
         engine.append([(route, rest)], logits="none")
@@ -130,11 +127,10 @@ def restore(
     done = []
     for index, (prefix, chunks) in enumerate(zip(batch.prefixes, batch.chunks(), strict=True)):
         progress("restore", index, len(batch.prefixes))
-        at = time.perf_counter()
         route = session.engine.pool.allocate()
-        with lookup(memory, session.identity.scope, [*prefix.tokens, 0], tier=tier) as match:
-            lookup_ms = (time.perf_counter() - at) * 1e3
-            route, report = load(memory, session.engine, route, match, tier=tier)
+        route, report, reason = restore_rows(
+            memory, session.engine, session.identity.scope, route, [*prefix.tokens, 0], tier=tier
+        )
         digest = rows_digest(session, route.pages, report.tokens) if report.tokens else ""
         session.engine.release(route)
         one = PrefixRestore(
@@ -143,13 +139,13 @@ def restore(
             restored=report.tokens,
             bytes=report.bytes,
             tier=tier,
-            lookup_ms=lookup_ms,
+            lookup_ms=report.lookup_ms,
             read_ms=report.read_ms,
             load_ms=report.load_ms,
             digest=digest,
             failures=tuple(report.failures),
         )
-        memory.record("decision/restore", chunks[-1].id, {"run": run, "reason": match.reason, **asdict(one)})
+        memory.record("decision/restore", chunks[-1].id, {"run": run, "reason": reason, **asdict(one)})
         done.append(one)
     progress("restore", len(batch.prefixes), len(batch.prefixes))
     result = RestoredReport(tuple(done), (time.perf_counter() - began) * 1e3)
@@ -231,8 +227,15 @@ def _compare_digests(memory: Memory, session: Session, batch: Batch, run: str, t
         if not fact["digest"]:
             continue
         route = session.engine.pool.allocate()
-        with lookup(memory, session.identity.scope, [*prefix.tokens, 0], limit=fact["restored"], tier=tier) as match:
-            route, report = load(memory, session.engine, route, match, tier=tier)
+        route, report, _ = restore_rows(
+            memory,
+            session.engine,
+            session.identity.scope,
+            route,
+            [*prefix.tokens, 0],
+            tier=tier,
+            limit=fact["restored"],
+        )
         if report.tokens == fact["restored"]:
             compared += 1
             equal = equal and rows_digest(session, route.pages, report.tokens) == fact["digest"]
@@ -261,7 +264,7 @@ def _attribute(
         charged, prefill_ms = owed.get(i, (0, 0.0))
         from_restored = min(charged, o.restored)
         from_shared = min(charged - from_restored, o.shared)
-        waited = o.restore.read_ms + o.restore.load_ms
+        waited = o.restore.lookup_ms + o.restore.read_ms + o.restore.load_ms
         restored, shared = o.restored - from_restored, o.shared - from_shared
         computed = o.computed + from_restored + from_shared
         recomputed = charged > 0 or (not o.restored and not o.shared)
@@ -287,7 +290,7 @@ def _write(lm: "LM", batch: Batch, outcomes: Mapping[int, Outcome], out: Path) -
     """Completions in table order, one JSON object a line, written whole or not at all."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "completions.jsonl"
-    temporary = out / ".completions.partial"
+    temporary = out / f".completions-{uuid.uuid4().hex}.partial"
     with temporary.open("w", encoding="utf-8") as file:
         for i, item in enumerate(batch.items):
             o = outcomes[i]

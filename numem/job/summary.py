@@ -45,7 +45,7 @@ def summarise(memory: Memory, batch: Batch, run: str) -> Summary:
         restored_tokens=sum(p["restored"] for p in prompts),
         prefixes=len(batch.prefixes),
         chunks_stored=published.get("stored", 0),
-        chunks_reused=stages["prefill"].get("reused_chunks", 0) + published.get("reused", 0),
+        chunks_reused=_reused(len(batch.chunk_ids()), stages["prefill"], published),
         stored_bytes=published.get("stored_bytes", 0),
         restored_bytes=sum(p["restored_bytes"] for p in prompts),
         ttft_ms={
@@ -63,6 +63,13 @@ def summarise(memory: Memory, batch: Batch, run: str) -> Summary:
         },
         warnings=tuple(dict.fromkeys(warnings)),
     )
+
+
+def _reused(chunks: int, prefilled: Mapping[str, Any], published: Mapping[str, Any]) -> int:
+    """Chunks of the batch that this run found durable, each once: prefill and publication may both meet the same one."""
+    if not published:
+        return int(prefilled.get("reused_chunks", 0))
+    return max(0, chunks - int(published["stored"]) - int(published["missing"]))
 
 
 def _ttft(prompts: list[Mapping[str, Any]], source: str) -> Series:

@@ -59,7 +59,7 @@ class ChatTemplate:
             tokens: special tokens by name (`bos_token`, ...), visible to the template.
 
         Raises:
-            InputError: messages that are malformed or that the template refuses.
+            InputError: messages that are malformed or that the template refuses, or a prompt that does not fit in memory.
             CheckpointError: a template that reaches for what the sandbox forbids.
         """
         _check(messages)
@@ -71,6 +71,8 @@ class ChatTemplate:
             raise CheckpointError(f"{self.origin}: the chat template was stopped by its sandbox: {error}") from error
         except jinja2.TemplateError as error:
             raise InputError(f"{self.origin}: the chat template refuses these messages: {_line(error)}") from error
+        except MemoryError as error:
+            raise InputError(f"{self.origin}: the chat template needs more memory than there is") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InputError(f"{self.origin}: the chat template fails on these messages: {_line(error)}") from error
 

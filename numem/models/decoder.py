@@ -3,6 +3,7 @@
 Activations are float32; weights and cache are float32 or bfloat16 (a bfloat16 layer rounds the rows that enter it). Every row of a call is computed as if it were alone.
 """
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +61,9 @@ class TransformerDecoder:
         embed = PackedLinear(self._matrix("embed"))
         self.embed = embed
         self.head = embed if d.tied_head else PackedLinear(self._matrix("lm_head"))
+        # The activations of a layer are kept between calls, for one call at a time.
         self._buffers: dict[str, torch.Tensor] = {}
+        self._turn = threading.Lock()
 
     @property
     def weight_bytes(self) -> int:
@@ -71,7 +74,11 @@ class TransformerDecoder:
         return sum(linear.nbytes for linear in linears)
 
     def forward(self, rows: Rows, storage: PageStorage) -> torch.Tensor:
-        """Evaluate rows; see `numem.runtime.engine.Decoder`."""
+        """Evaluate rows; see `numem.runtime.engine.Decoder`. Sessions in several threads take turns."""
+        with self._turn:
+            return self._forward(rows, storage)
+
+    def _forward(self, rows: Rows, storage: PageStorage) -> torch.Tensor:
         d = self.descriptor
         m = rows.tokens.shape[0]
         q_width = d.heads * d.head_dim

@@ -165,6 +165,6 @@ def identity_of(
         dtype=decoder.dtype,
     )  # fmt: skip
     # The position tables come from libm; their bytes join the self-test, so that another libm is another policy.
-    tables = [table.numpy() for table in descriptor.rope_tables(min(descriptor.max_pos, 4096))]
+    tables = [table.numpy() for table in descriptor.rope_tables(min(descriptor.max_pos, 8192))]
     policy = NumericPolicy(policy_name(), blake3_of([self_test(shapes), *tables]))
     return Identity(semantic, policy, f"cpu-{platform.machine()}", salt)

@@ -13,12 +13,12 @@ from typing import Self
 
 import numpy as np
 
-from numem.errors import ContextLengthError, InputError
+from numem.errors import ContextLengthError, InputError, IntegrityError, OutOfPlanError
+from numem.identity.chain import pack_tokens, unpack_tokens
 from numem.identity.fingerprint import Identity
 from numem.runtime.engine import Engine
-from numem.runtime.kv import Restored, capture, load, raw
+from numem.runtime.kv import Restored, capture, raw, restore_rows
 from numem.runtime.pool import Route
-from numem.runtime.prefix import lookup
 from numem.runtime.sampling import GREEDY, Sampler
 from numem.store.memory import Memory, PublishReceipt, Ticket
 
@@ -39,9 +39,17 @@ class Published:
         return [ticket.published for ticket in self.tickets]
 
     def wait(self, timeout: float | None = None) -> "Published":
-        """Return when every chunk is durable; raises what the first failing one raised."""
+        """Return when every chunk is durable.
+
+        Raises:
+            IntegrityError: the memory holds other bytes under a chunk's causal id; those stay, and an event was recorded.
+            StoreError: what the first failing publication raised.
+        """
         for future in self.published:
-            future.result(timeout)
+            receipt = future.result(timeout)
+            if receipt.conflict or receipt.missing:
+                why = receipt.missing or "the memory holds other bytes under this id; see its events"
+                raise IntegrityError(f"publish: chunk {receipt.id.hex()[:16]} is not durable: {why}")
         return self
 
 
@@ -64,24 +72,24 @@ class Session:
             InputError: no tokens.
             ContextLengthError: more tokens than max_position (equality is allowed: one step then fits).
         """
-        self._check(tokens)
+        checked = self._check(tokens)
         route = self.engine.pool.allocate()
-        return self._complete(Continuation(self, list(tokens), route), Restored())
+        return self._complete(Continuation(self, checked, route), Restored())
 
     def restore(self, memory: Memory, tokens: Sequence[int], *, tier: str | None = None) -> "Continuation":
         """Like `start`, with the longest durable prefix loaded instead of computed.
 
         Chunks that are missing or fail verification are recomputed; `continuation.restored` tells what was used.
         """
-        self._check(tokens)
+        checked = self._check(tokens)
         route = self.engine.pool.allocate()
         try:
-            with lookup(memory, self.identity.scope, tokens, tier=tier) as match:
-                route, report = load(memory, self.engine, route, match, tier=tier)
+            route, report, _ = restore_rows(memory, self.engine, self.identity.scope, route, checked, tier=tier)
         except BaseException:
-            self.engine.release(route)
+            if not route.released:
+                self.engine.release(route)
             raise
-        return self._complete(Continuation(self, list(tokens), route), report)
+        return self._complete(Continuation(self, checked, route), report)
 
     def _complete(self, continuation: "Continuation", report: Restored) -> "Continuation":
         continuation.restored = report
@@ -94,7 +102,7 @@ class Session:
                 raise
         return continuation
 
-    def _check(self, tokens: Sequence[int]) -> None:
+    def _check(self, tokens: Sequence[int]) -> list[int]:
         if not len(tokens):
             raise InputError("start: the prompt has no tokens")
         if len(tokens) > self.engine.max_position:
@@ -102,6 +110,9 @@ class Session:
                 f"start: {len(tokens)} tokens exceed max_position {self.engine.max_position}; "
                 "load the model with a larger max_position or shorten the prompt"
             )
+        if any(isinstance(token, bool) for token in tokens):
+            raise InputError("start: a token is True or False; token ids are integers")
+        return unpack_tokens(pack_tokens(tokens))
 
 
 class Continuation:
@@ -133,9 +144,16 @@ class Continuation:
             ContextLengthError: the cache is full (processed == max_position).
         """
         engine = self.session.engine
-        position = self.processed
-        (self.logits,) = engine.append([(self.route, self.tokens[-1:])])
-        token = sampler.choose(self.logits, position, engine.decoder.vocab)
+        position = self._settled()
+        (logits,) = engine.append([(self.route, self.tokens[-1:])])
+        try:
+            token = sampler.choose(logits, position, engine.decoder.vocab)
+        except BaseException:
+            # The pending token is pending again: its row goes, so that nothing is evaluated or published twice.
+            longer, self.route = self.route, engine.pool.fork(self.route, position)
+            engine.release(longer)
+            raise
+        self.logits = logits
         self.tokens.append(token)
         return token
 
@@ -148,6 +166,7 @@ class Continuation:
 
         At an earlier boundary `p` its pending token is `tokens[p]`. Copies at most one page, at the first write.
         """
+        self._settled()
         processed = self.processed if processed is None else processed
         if not 0 <= processed <= self.processed:
             raise InputError(f"fork: boundary {processed} lies outside [0, {self.processed}]")
@@ -156,6 +175,7 @@ class Continuation:
 
     def publish(self, memory: Memory, *, upto: int | None = None) -> Published:
         """Make `[0, upto)` (default: all that is processed) durable; chunks already durable are not written again."""
+        self._settled()
         memory.register(self.session.identity)
         captured = capture(
             memory,
@@ -172,9 +192,24 @@ class Continuation:
         return Published(tickets, tuple(captured.reused))
 
     def kv(self, start: int = 0, end: int | None = None) -> np.ndarray:
-        """The cache rows [start, end) as raw bytes (uint8), in canonical payload order."""
-        end = self.processed if end is None else end
+        """The cache rows [start, end) as raw bytes (uint8), in canonical payload order.
+
+        Raises:
+            OutOfPlanError: rows that are not computed.
+        """
+        end = self._settled() if end is None else end
+        if not 0 <= start <= end <= self.route.length:
+            raise OutOfPlanError(f"kv: rows [{start}, {end}) lie outside [0, {self.route.length})")
         return raw(self.session.engine.storage.save(self.route.pages, start, end - start))
+
+    def _settled(self) -> int:
+        """The boundary, after checking that the cache holds exactly the processed tokens."""
+        if self.route.released or self.route.length != self.processed:
+            raise InputError(
+                f"continuation: {self.processed} tokens are processed and {self.route.length} rows held; it was closed, "
+                "or its tokens or route were changed from outside"
+            )
+        return self.processed
 
     def close(self) -> None:
         """Release the pages; closing twice is harmless."""

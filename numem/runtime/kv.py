@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from numem.errors import IntegrityError, NotFoundError, StoreError
+from numem.errors import IntegrityError, NotFoundError, OutOfPlanError, StoreError
 from numem.identity.chain import plan
 from numem.identity.digest import content_id
 from numem.identity.fingerprint import Identity
 from numem.runtime.chunks import chunk_node
 from numem.runtime.engine import Engine
 from numem.runtime.pool import Route
-from numem.runtime.prefix import Hit, Match
+from numem.runtime.prefix import Hit, Match, lookup
 from numem.state.node import Node
 from numem.state.spec import StateSpec
 from numem.store.memory import Memory
@@ -47,16 +47,18 @@ def capture(
     upto: int | None = None,
     provenance: dict[str, str] | None = None,
 ) -> Captured:
-    """Export the chunks of `[0, upto)` that the memory does not hold yet.
+    """Export the chunks of `[0, upto)` that are not durable in the memory's home yet.
 
     The pages are leased while they are read, so that eviction or release cannot change them.
     """
     upto = route.length if upto is None else upto
+    if not 0 <= upto <= route.length:
+        raise OutOfPlanError(f"capture: boundary {upto} lies outside [0, {route.length}], the rows that are computed")
     spec = engine.decoder.spec
     out = Captured()
     with engine.pool.lease(route) as lease:
         for chunk in plan(identity.scope, tokens, upto):
-            if memory.available(chunk.id):
+            if memory.durable(chunk.id):
                 out.reused.append(chunk.id)
                 continue
             payload = raw(engine.storage.save(lease.pages, chunk.start, chunk.count))
@@ -74,16 +76,62 @@ class Restored:
     Attributes:
         tokens: rows now in the route.
         bytes: payload bytes read; by_tier the same per tier.
-        read_ms, load_ms: time in the store and in writing pages.
-        failures: sentences naming chunks that could not be used, so that the rows are recomputed.
+        lookup_ms, read_ms, load_ms: time in the lookup, in the store and in writing pages.
+        failures: sentences naming chunks that could not be used, and what became of their rows.
     """
 
     tokens: int = 0
     bytes: int = 0
     by_tier: dict[str, int] = field(default_factory=dict)
+    lookup_ms: float = 0.0
     read_ms: float = 0.0
     load_ms: float = 0.0
     failures: list[str] = field(default_factory=list)
+
+    def add(self, other: "Restored") -> None:
+        """Count what another restore of the same rows did."""
+        self.tokens += other.tokens
+        self.bytes += other.bytes
+        for name, nbytes in other.by_tier.items():
+            self.by_tier[name] = self.by_tier.get(name, 0) + nbytes
+        self.read_ms += other.read_ms
+        self.load_ms += other.load_ms
+        self.failures += other.failures
+
+
+def restore_rows(
+    memory: Memory,
+    engine: Engine,
+    scope: bytes,
+    route: Route,
+    tokens: Sequence[int],
+    *,
+    tier: str | None = None,
+    limit: int | None = None,
+) -> tuple[Route, Restored, str]:
+    """Append the longest durable prefix of `tokens` beyond the route's rows to it.
+
+    Rows come from `tier` where it has them; what is missing or damaged there is read from any other tier, and what no
+    tier can give is left to be recomputed.
+
+    Returns:
+        The route that holds the rows, the report, and why the match ended (see `Match.reason`).
+    """
+    total = Restored()
+    wanted, reason = 0, ""
+    for source in dict.fromkeys((tier, None)):
+        began = time.perf_counter()
+        with lookup(memory, scope, tokens, tier=source, limit=limit) as match:
+            total.lookup_ms += (time.perf_counter() - began) * 1e3
+            wanted, reason = max(wanted, match.tokens), match.reason
+            if match.tokens > route.length:
+                route, report = load(memory, engine, route, match, tier=source)
+                total.add(report)
+        if reason != "hole" and route.length >= wanted:
+            break
+    outcome = "recomputed" if route.length < wanted else "read from another tier"
+    total.failures = [f"{failure}; {outcome}" for failure in total.failures]
+    return route, total, reason
 
 
 def load(
@@ -156,7 +204,7 @@ def _read(
             try:
                 fetch(count, count + 1)
             except (IntegrityError, NotFoundError, StoreError) as error:
-                failure = f"chunk [{hit.node.start}, {hit.node.end}) {hit.node.id.hex()[:16]}: {error}; recomputed"
+                failure = f"chunk [{hit.node.start}, {hit.node.end}) {hit.node.id.hex()[:16]}: {error}"
                 break
         else:
             count = len(hits)

@@ -14,11 +14,10 @@ from enum import StrEnum
 import numpy as np
 
 from numem.errors import CapacityError, ContextLengthError, InputError
-from numem.identity.chain import CHUNK_TOKENS, PAGE_TOKENS
+from numem.identity.chain import PAGE_TOKENS
 from numem.runtime.continuation import Session
-from numem.runtime.kv import Restored, load, raw
+from numem.runtime.kv import Restored, raw, restore_rows
 from numem.runtime.pool import Route
-from numem.runtime.prefix import lookup
 from numem.runtime.sampling import GREEDY, Sampler
 from numem.store.memory import Memory
 
@@ -206,20 +205,13 @@ class Lanes:
         return engine.pool.fork(best, length), length
 
     def _restore(self, route: Route, tokens: Sequence[int], outcome: Outcome) -> Route:
-        """Load durable chunks beyond the resident rows, where they reach further."""
+        """Load durable rows beyond the resident ones."""
         assert self.memory is not None
         engine = self.session.engine
-        with lookup(self.memory, self.session.identity.scope, tokens, tier=self.tier) as match:
-            if match.tokens <= outcome.shared:
-                return route
-            if outcome.shared % CHUNK_TOKENS:
-                # Rows of a half-shared chunk come with the chunk.
-                base = engine.pool.fork(route, outcome.shared - outcome.shared % CHUNK_TOKENS)
-                engine.release(route)
-                route = base
-                outcome.shared = route.length
-            route, outcome.restore = load(self.memory, engine, route, match, tier=self.tier)
-            outcome.restored = outcome.restore.tokens
+        route, outcome.restore, _ = restore_rows(
+            self.memory, engine, self.session.identity.scope, route, tokens, tier=self.tier
+        )
+        outcome.restored = outcome.restore.tokens
         return route
 
     def _step(self) -> Iterator[Outcome]:

@@ -109,6 +109,11 @@ class Dataset:
             if path.exists():
                 # A creation that a crash cut short: no manifest was ever complete, so nothing was acknowledged.
                 shutil.rmtree(path)
+        self.create_new()
+
+    def create_new(self) -> None:
+        """Create the empty dataset durably where there is no manifest; data files that are there are let be."""
+        path = self.location.path
         with lance_errors(f"create {self.name}"):
             self._lance = lance.write_dataset(
                 self.schema.empty_table(),

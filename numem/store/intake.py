@@ -59,16 +59,22 @@ def publish_staged(parts: Session, ids: Iterable[bytes] | None) -> PublishReport
     started = time.perf_counter()
     asked = None if ids is None else tuple(dict.fromkeys(ids))
     entries, damaged = staged(parts, asked)
-    jobs = [NodeJob(entry.node, _staged_pieces(parts, entry), _future()) for entry in entries]
+    jobs, locked = [], []
+    for entry in entries:
+        try:
+            jobs.append(NodeJob(entry.node, _staged_pieces(parts, entry), _future()))
+        except InputError as error:  # its tenant's salt is not known here; that holds up nobody else
+            locked.append(PublishReceipt(entry.node.id, missing=str(error)))
     if jobs:
         parts.committer.submit(jobs, urgent=True)
     errors = [error for error in (job.future.exception() for job in jobs) if error is not None]
     receipts = [_settle(parts, job) for job in jobs if job.future.exception() is None]
+    receipts += locked
     if errors:
         raise errors[0]
     for node in damaged:
         parts.spool.set_aside(node, parts.work.quarantine)
-    spooled = {job.node.id for job in jobs}
+    spooled = {entry.node.id for entry in entries}
     others = damaged if asked is None else asked
     receipts += [already(parts, node) for node in others if node not in spooled]
     return _report(receipts, started)
@@ -105,6 +111,13 @@ def already(parts: Session, id: bytes) -> PublishReceipt:
         return PublishReceipt(id, missing="neither staged nor durable")
     sizes = [parts.reader.replicas(content)[0].nbytes for content in node.pieces]
     return PublishReceipt(id, reused=len(sizes), logical_bytes=sum(sizes))
+
+
+def durable(parts: Session, id: bytes) -> bool:
+    """See `Memory.durable`."""
+    parts.catalog.refresh("placements", "nodes")
+    node = parts.catalog.nodes.get(id)
+    return node is not None and _whole(parts, node)
 
 
 def _future() -> "Future[PublishReceipt]":

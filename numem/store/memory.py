@@ -146,7 +146,9 @@ class Memory:
         """Make staged nodes durable and visible, and take them from the spool.
 
         Args:
-            ids: which nodes; None for all that are staged. A node that is published already counts as reused.
+            ids: which nodes; None for all that are staged. A node that is published already counts as reused. One of
+                a salted scope whose identity is not registered in this process stays staged, is named in the report's
+                `missing`, and holds up no other.
 
         Raises:
             StorageFullError: what was not published stays staged; call again when there is space.
@@ -207,11 +209,24 @@ class Memory:
         return project(self.chain(id))
 
     def available(self, id: bytes, tier: str | None = None) -> bool:
-        """Whether a node is published and every piece has a ready copy this node reaches (in that tier)."""
+        """Whether a node is published and every piece has a ready copy this node reaches (in that tier).
+
+        What a reader asks: any tier will do, and a copy counts until something finds it bad. A publisher asks `durable`.
+        """
         parts = self._open()
         parts.catalog.refresh("placements", "nodes")
         node = parts.catalog.nodes.get(id)
         return node is not None and all(parts.reader.replicas(content, tier) for content in node.pieces)
+
+    def durable(self, id: bytes) -> bool:
+        """Whether a node is published and every piece lies in the home tier: ready there, its file present and long
+        enough (asked of the file system now; on an object store the catalog's word is taken).
+
+        What a publisher asks: False means that staging and publishing the node writes it to the home tier again. A
+        node can be `available` from a nearer tier without being durable, and once its files are deleted it is
+        `available` by the catalog's word until a read, promotion or verification finds out.
+        """
+        return intake.durable(self._open(), id)
 
     def placements(self, content: bytes) -> tuple[Placement, ...]:
         """Ready copies of a piece that this node reaches, nearest tier first."""

@@ -12,7 +12,7 @@ from numem.store.catalog import Catalog, Facts
 from numem.store.facts import Placement, State
 from numem.store.lance_errors import lance_errors
 from numem.store.pieces import NO_CONTENT, Piece
-from numem.store.publish import placement_at
+from numem.store.publish import GONE, placement_at
 from numem.store.reader import Reader
 from numem.store.reports import PromoteReport
 from numem.store.stats import Stats
@@ -31,12 +31,14 @@ class Promoter:
         stats: Stats,
         prepare: Prepare,
         key_of: Callable[[bytes], bytes | None],
+        quarantine: Callable[[Placement], None],
     ) -> None:
         self._catalog = catalog
         self._reader = reader
         self._stats = stats
         self._prepare = prepare
         self._key_of = key_of
+        self._quarantine = quarantine
         self._lock = Lock()
 
     def promote(self, ids: Sequence[bytes], target: Tier) -> PromoteReport:
@@ -69,7 +71,15 @@ class Promoter:
         return node
 
     def _satisfied(self, content: bytes, target: Tier) -> bool:
-        return any(target.present(placement) for placement in self._reader.replicas(content, target.name))
+        """Whether the target holds the piece; copies of it there whose file is gone are quarantined."""
+        satisfied = False
+        for placement in self._reader.replicas(content, target.name):
+            if target.present(placement):
+                satisfied = True
+            else:
+                self._quarantine(placement.turned(self._catalog.clock.next(), State.QUARANTINED, GONE))
+                self._stats.add("quarantined", 1)
+        return satisfied
 
     def _sources(self, content: bytes, target: Tier) -> list[Placement]:
         return [placement for placement in self._reader.replicas(content) if placement.tier != target.name]

@@ -21,6 +21,9 @@ from numem.store.stats import Stats
 from numem.store.tier import Prepare, Tier
 from numem.store.volume import Volume
 
+# Why a copy is quarantined whose file is not there at the length that it needs.
+GONE = "sidecar missing or cut short"
+
 
 @dataclass(frozen=True, slots=True)
 class NodeJob:
@@ -66,7 +69,8 @@ class Publisher:
             damaged = self._write(list(needed.values()), new)
         with self._catalog.transaction():
             # Others may have published meanwhile: what is looked up here stays true until the facts are appended.
-            receipts = self._decide(jobs, damaged, needed, facts)
+            written = self._drop_duplicates({content for content in needed if content not in damaged})
+            receipts = self._decide(jobs, damaged, written, facts)
             facts.placements.extend(self._uncatalogued.values())
             self._catalog.append(facts)
             self._uncatalogued.clear()
@@ -91,6 +95,19 @@ class Publisher:
                     needed[piece.content] = piece
         return needed
 
+    def _drop_duplicates(self, written: set[bytes]) -> set[bytes]:
+        """What of `written` counts as stored: another writer may have made the same pieces durable while this one
+        wrote. Theirs are used, ours stay out of the catalog, and their bytes are left to collection."""
+        late = {
+            content
+            for content in self._uncatalogued
+            for placement in self._catalog.placements.current(content)
+            if placement.state is State.READY and self._home.reachable(placement) and self._home.present(placement)
+        }
+        for content in late:
+            del self._uncatalogued[content]
+        return written - late
+
     def _durable(self, content: bytes, facts: Facts) -> bool:
         if content in self._uncatalogued:
             return True
@@ -98,7 +115,7 @@ class Publisher:
             if placement.state is State.READY and self._home.reachable(placement):
                 if self._home.present(placement):
                     return True
-                gone = placement.turned(self._catalog.clock.next(), State.QUARANTINED, "sidecar missing or cut short")
+                gone = placement.turned(self._catalog.clock.next(), State.QUARANTINED, GONE)
                 self._catalog.placements.note(gone)
                 facts.placements.append(gone)
         return False
@@ -124,10 +141,9 @@ class Publisher:
         return written.damaged
 
     def _decide(
-        self, jobs: Sequence[NodeJob], damaged: Mapping[bytes, str], needed: Mapping[bytes, Piece], facts: Facts
+        self, jobs: Sequence[NodeJob], damaged: Mapping[bytes, str], written: set[bytes], facts: Facts
     ) -> list[PublishReceipt]:
         receipts = []
-        written = {content for content in needed if content not in damaged}
         added: dict[bytes, Node] = {}
         for job in jobs:
             node = job.node

@@ -93,8 +93,11 @@ class Reader:
         self._run_all(_runs(planned), outcome, sum(len(request.view) for request in planned))
         while outcome.failed:
             failed, outcome.failed = outcome.failed, []
-            again = [self._next_replica(request, reason, blame, tier, outcome) for request, reason, blame in failed]
-            self._run_all([[request] for request in again if request is not None], outcome, 0)
+            for request, reason, blame in failed:
+                # All of them before anything is raised, so that one read finds every lost copy and not only the first.
+                self._blame(request, reason, blame, outcome)
+            again = [self._next_replica(request, reason, tier) for request, reason, _ in failed]
+            self._run_all([[request] for request in again], outcome, 0)
         total = sum(outcome.by_tier.values())
         self._stats.add("reads", len(planned))
         self._stats.add("bytes_read", total)
@@ -179,11 +182,17 @@ class Reader:
             future.result()
 
     def _run(self, run: list[_Request], outcome: _Outcome) -> None:
-        tier = self._tiers[run[0].placement.tier]
+        first = run[0].placement
+        tier = self._tiers[first.tier]
+        try:
+            sidecar_name(first.file, first.blob)
+        except IntegrityError as error:
+            for request in run:
+                outcome.bad(request, str(error), True)
+            return
         if tier.objects is not None:
             self._run_remote(tier, run, outcome)
             return
-        first = run[0].placement
         if tier.positioned(first, self.files):
             self._run_positioned(tier, run, outcome)
         else:
@@ -263,16 +272,18 @@ class Reader:
         outcome.bad(request, "bytes differ from their xxh3-128", True)
         return False
 
-    def _next_replica(
-        self, request: _Request, reason: str, blame: bool, tier: str | None, outcome: _Outcome
-    ) -> _Request | None:
-        """The request on its next replica; raises where there is none."""
+    def _blame(self, request: _Request, reason: str, blame: bool, outcome: _Outcome) -> None:
+        """Do not try this copy again, and quarantine it where it is bad itself."""
         bad = request.placement
         request.tried.add(bad.copy)
         if blame and self._tier_is_there(bad):
             self._quarantine(bad.turned(self._catalog.clock.next(), State.QUARANTINED, reason))
             outcome.quarantined.append(Quarantined(bad.content, bad.tier, bad.volume, reason))
             self._stats.add("quarantined", 1)
+
+    def _next_replica(self, request: _Request, reason: str, tier: str | None) -> _Request:
+        """The request on its next replica; raises where there is none."""
+        bad = request.placement
         remaining = [r for r in self.replicas(request.content, tier) if r.copy not in request.tried]
         if not remaining:
             where = f" in tier {tier!r}" if tier else ""

@@ -2,8 +2,8 @@
 
 A dataset whose newest manifest is missing, empty, torn or altered steps back to the last good version; the fragments of
 acknowledged commits behind it are committed again from the ledger, so that nothing acknowledged is lost while its data
-files are intact. Payload that was committed without its catalog facts is adopted. Files of commits that never happened
-are swept after a grace.
+files are intact. A catalog table without any good version is made anew in the same way. Payload that was committed
+without its catalog facts is adopted. Files of commits that never happened are swept after a grace.
 """
 
 import json
@@ -34,13 +34,16 @@ from numem.store.volume import Volume, slots_of
 ORPHAN_GRACE_S = 3600.0
 
 
-def recover_dataset(dataset: Dataset, entries: Mapping[int, Entry], quarantine: Path) -> list[Recovered]:
+def recover_dataset(
+    dataset: Dataset, entries: Mapping[int, Entry], quarantine: Path, *, rebuild: bool = False
+) -> list[Recovered]:
     """Bring a local dataset to a state that is known to be good, before it is opened.
 
     Args:
         dataset: not yet open; the caller holds the right to write to it.
         entries: its acknowledged commits.
         quarantine: where bad manifests are moved.
+        rebuild: where no version is good, make the dataset anew instead of giving up.
 
     Raises:
         RecoveryError: no version is good.
@@ -58,6 +61,8 @@ def recover_dataset(dataset: Dataset, entries: Mapping[int, Entry], quarantine: 
             good = version
             break
         bad.append((version, reason))
+    if not good and rebuild:
+        return _rebuild(dataset, entries, bad, quarantine)
     if not good:
         raise RecoveryError(
             f"{dataset.name}: no good manifest in {root / '_versions'}; restore the directory from a replica"
@@ -72,6 +77,35 @@ def recover_dataset(dataset: Dataset, entries: Mapping[int, Entry], quarantine: 
     barrier.sync_directory(root / "_versions")
     report += _step_forward(dataset, entries, good, max([acknowledged, *(version for version, _ in bad)]))
     return report
+
+
+def _rebuild(
+    dataset: Dataset, entries: Mapping[int, Entry], bad: list[tuple[int, str]], quarantine: Path
+) -> list[Recovered]:
+    """Make a dataset anew that has no good version, and commit again what the ledger names and is intact.
+
+    Its data files stay where they are meanwhile: a crash in the middle of it loses none of them.
+    """
+    root = dataset.location.path
+    assert root is not None
+    barrier.make_directory(root.parent)
+    found = root.exists() or root.is_symlink()
+    if found and (root.is_symlink() or not root.is_dir()):
+        _set_aside(root, quarantine, _flat(dataset.name))
+    elif found:
+        for path in sorted(root.iterdir()):
+            if path.name != "data":
+                _set_aside(path, quarantine, f"{_flat(dataset.name)}.{path.name}")
+    why = f"no good manifest; version {bad[0][0]}: {bad[0][1]}" if bad else "no manifest" if found else "directory gone"
+    report = [Recovered("rebuilt", dataset.name, f"{why}; made anew, from the ledger and the volumes where they know")]
+    dataset.create_new()
+    # Version numbers go on where they were: those that were given out are in the ledger, with other manifests.
+    replayed = _step_forward(dataset, entries, dataset.version, max([0, *entries, *(v for v, _ in bad)]))
+    lost = [entry for entry in replayed if entry.kind == "lost"]
+    if len(lost) > 1:
+        detail = f"{len(lost)} acknowledged data files; the first: {lost[0].detail}"
+        replayed = [Recovered("lost", dataset.name, detail), *(entry for entry in replayed if entry.kind != "lost")]
+    return report + replayed
 
 
 def suspicious(dataset: Dataset, entries: Mapping[int, Entry]) -> bool:
@@ -263,8 +297,12 @@ def _set_aside(path: Path, quarantine: Path, name: str) -> None:
         os.replace(path, target)
     except OSError:
         # Another file system: copy, then remove.
-        shutil.copyfile(path, target)
-        path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, target, symlinks=True)
+            shutil.rmtree(path)
+        else:
+            shutil.copyfile(path, target)
+            path.unlink()
 
 
 def _flat(name: str) -> str:

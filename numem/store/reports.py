@@ -52,7 +52,8 @@ class PublishReport:
         stored, reused: pieces written, and pieces that were durable already.
         stored_bytes, logical_bytes: bytes written, and bytes of all pieces of the nodes.
         ms: wall time.
-        missing: causal ids asked for that are neither staged nor durable.
+        missing: causal ids that are neither staged intact nor durable, and staged ones whose tenant's salt is not
+            known in this process.
         conflicts: causal ids whose staged content differs from the durable one, which was kept.
     """
 
@@ -139,8 +140,9 @@ class Recovered:
     """Something that recovery did at open.
 
     Attributes:
-        kind: "quarantined" (a bad manifest), "replayed" (acknowledged commits, committed again), "lost", "adopted"
-            (payload without catalog facts), "swept" (files of commits that never happened), "foreign" (left alone).
+        kind: "quarantined" (a bad manifest), "rebuilt" (a catalog table without any good one, made anew), "replayed"
+            (acknowledged commits, committed again), "lost", "adopted" (payload without catalog facts), "swept" (files
+            of commits that never happened), "foreign" (left alone).
         dataset: which dataset.
         detail: one line.
     """

@@ -72,7 +72,9 @@ class Session:
             self.publisher = Publisher(self.catalog, self.home, self.stats, self._prepare_volume, self._identities.get)
             self.committer = Committer(self.publisher.commit)
             opened.callback(self.committer.close)
-            self.promoter = Promoter(self.catalog, self.reader, self.stats, self._prepare_volume, self.key_of)
+            self.promoter = Promoter(
+                self.catalog, self.reader, self.stats, self._prepare_volume, self.key_of, self.quarantine
+            )
             self.verifier = Verifier(self.catalog, self.reader, self._present, self.key_of, self.quarantine)
             self._recover()
             self._opened = opened.pop_all()
@@ -125,7 +127,7 @@ class Session:
                 with self.catalog.exclusive():
                     # Read again: another process may have committed, or recovered, since.
                     mine = self.ledger.read().get(table.dataset.name, {})
-                    self.recovered += recovery.recover_dataset(table.dataset, mine, self.work.quarantine)
+                    self.recovered += recovery.recover_dataset(table.dataset, mine, self.work.quarantine, rebuild=True)
             table.expect({file: digest for entry in mine.values() for file, digest in entry.files.items()})
         self.catalog.open()
         for table in self.catalog.tables.values():
@@ -135,18 +137,36 @@ class Session:
         damaged = self.catalog.damaged()
         for file, reason in damaged.items():
             self.recovered.append(Recovered("lost", file, f"{reason}; its facts are not used"))
+        # Facts are gone: what of them the volumes hold is taken from there.
+        everything = any(report.kind in ("lost", "rebuilt") for report in self.recovered)
         for tier in self.tiers.values():
-            self._recover_tier(tier, entries, everything=bool(damaged))
+            self._recover_tier(tier, entries, everything)
         self.recovered += recovery.sweep_spool(self.work.spool)
 
     def _recover_tier(self, tier: Tier, entries: Mapping[str, Mapping[int, Entry]], everything: bool) -> None:
-        """Look after the volumes of writers that are not running."""
+        """Look after the volumes of writers that are not running; with `everything`, read those of all others too."""
+        seen = set()
         for number in tier.writer_numbers():
             with self.writers.borrowed(number) as mine:
                 if mine:
                     names = tier.own_volumes(number)
                     for name in names if everything else names[-1:]:
                         self._recover_volume(tier, name, entries, everything)
+                        seen.add(name)
+        for name in tier.volumes() if everything else ():
+            if name not in seen:
+                self._adopt_foreign(tier, name)
+
+    def _adopt_foreign(self, tier: Tier, name: str) -> None:
+        """Take facts from a volume that another node or a running process appends to; nothing in it is changed."""
+        volume = tier.volume(name)
+        root = volume.location.path
+        if root is not None and not manifest_versions(root):
+            return
+        try:
+            self.recovered += recovery.adopt(tier, volume, self.catalog, everything=True)
+        except StoreError as error:
+            self.recovered.append(Recovered("lost", volume.label, str(error)))
 
     def _recover_volume(
         self, tier: Tier, name: str, entries: Mapping[str, Mapping[int, Entry]], everything: bool = False

@@ -6,6 +6,7 @@ is first used, and `volume.py` falls back to that reader where they disagree.
 """
 
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +14,25 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
+from numem.errors import IntegrityError
 from numem.identity.digest import Buffer
 
 # preadv takes at most IOV_MAX buffers and returns at most 2 GiB - 4 KiB.
 _IOV_MAX = 1024
 _CALL_BYTES = 1 << 30
 _OPEN_FILES = 128
+# numem names data files by 32 hex digits, Lance's writer by binary digits and hex digits.
+_DATA_FILE = re.compile(r"[0-9a-f]+\.lance")
 
 
 def sidecar_name(file: str, blob: int) -> str:
-    """Path of a packed blob below a dataset's root; `file` is the data file's name."""
+    """Path of a packed blob below a dataset's root; `file` is the data file's name.
+
+    Raises:
+        IntegrityError: a name of another form than numem and Lance give; it comes from the catalog and becomes a path.
+    """
+    if not _DATA_FILE.fullmatch(file):
+        raise IntegrityError(f"{file[:80]!r} is not the name of a data file; the catalog was altered, run numem verify")
     return f"data/{file.removesuffix('.lance')}/{f'{blob:032b}'[::-1]}.blob"
 
 

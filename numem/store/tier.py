@@ -11,7 +11,7 @@ from threading import RLock
 
 import filelock
 
-from numem.errors import StoreError
+from numem.errors import IntegrityError, StoreError
 from numem.store import barrier
 from numem.store.facts import Placement
 from numem.store.ledger import Ledger
@@ -155,7 +155,10 @@ class Tier:
 
     def present(self, placement: Placement) -> bool:
         """Whether the placement's sidecar is there and long enough: what deduplication may rely on."""
-        path = self.volume(placement.volume).sidecar(placement.file, placement.blob)
+        try:
+            path = self.volume(placement.volume).sidecar(placement.file, placement.blob)
+        except IntegrityError:
+            return False
         if path is None:
             return True
         try:
@@ -166,6 +169,10 @@ class Tier:
     def own_volumes(self, number: int) -> list[str]:
         """Volumes that a writer number of this node made, oldest first."""
         return [name for name in self._marked(f"{self._node}.w{number:03d}.") if self._owned(name)]
+
+    def volumes(self) -> list[str]:
+        """Volumes of every node and writer, in name order."""
+        return self._marked("")
 
     def writer_numbers(self) -> list[int]:
         """Writer numbers of this node that ever made a volume here."""
