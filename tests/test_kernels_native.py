@@ -1,5 +1,6 @@
 """Choice of instruction set, threads, the policy's name, the self-test and its golden digests."""
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,6 +32,12 @@ def _restored() -> Iterator[None]:
     yield
     native.use(isa)
     native.set_threads(threads)
+
+
+def test_the_extension_is_built_where_there_is_a_compiler() -> None:
+    """Otherwise every test of the native kernels would be left out."""
+    if shutil.which("cc"):
+        assert native.available(), "run `make setup`, or `pip install -e .`, to build numem.kernels._native"
 
 
 @needs_native
