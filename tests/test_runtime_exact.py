@@ -374,3 +374,33 @@ def test_tokens_that_are_no_tokens(tiny_lm: LM, bad: list[int]) -> None:
 
     with pytest.raises(InputError):
         tiny_lm.session().start([*bad, 1])
+
+
+def test_a_hit_compares_tokens_as_well_as_ids(tiny_lm: LM, memory: Memory) -> None:
+    """vllm#12621 (CVE-2025-25183), openvino.genai#3722: whatever an index returns under a parent, other tokens or a
+    wrong id are not served."""
+    from dataclasses import replace
+
+    ids, other = prompt(257), prompt(257, seed=9)
+    with tiny_lm.session().start(ids) as c:
+        c.publish(memory).wait()
+    (node,) = memory.nodes()
+    (wanted,) = plan(tiny_lm.identity.scope, other)
+
+    class Colliding:
+        """A memory whose index answers every parent with one node."""
+
+        available = staticmethod(lambda _id, _tier=None: True)
+        hold = staticmethod(memory.hold)
+
+        def __init__(self, answer: object) -> None:
+            self.answer = answer
+
+        def children(self, parent: bytes) -> tuple[object, ...]:
+            return (self.answer,)
+
+    for answer in (replace(node, id=wanted.id), replace(node, applied=wanted.applied)):
+        with lookup(Colliding(answer), tiny_lm.identity.scope, other) as match:  # type: ignore[arg-type]  # a stand-in
+            assert match.tokens == 0
+    with lookup(Colliding(node), tiny_lm.identity.scope, ids) as match:  # type: ignore[arg-type]  # a stand-in
+        assert match.tokens == 256
