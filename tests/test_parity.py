@@ -123,6 +123,7 @@ def test_reference_outputs(lm: LM) -> None:
     """Outputs recorded for these weights in float32."""
     paris = [7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33, 40, 29, 32, 33, 29, 34, 34, 216, 33, 34, 42, 33]
     assert lm.generate_ids([504, 3575, 282, 4649, 314], 24, ignore_eos=True) == paris
+    assert lm.generate_text("The capital of France is", 24) == " Paris.\n\nThe answer is: 2018-01-22 12:1"
     chat = lm.tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
     assert len(chat) == 37
     assert lm.generate_ids(chat, 64) == [504, 3575, 282, 4649, 314, 7042, 30, 2]

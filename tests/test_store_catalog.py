@@ -77,7 +77,8 @@ def test_ten_thousand_nodes_open_and_look_up_fast(tmp_path: Path) -> None:
 
 def test_lancedb_opens_the_catalog(tmp_path: Path) -> None:
     """numem goes through Lance itself; the directory is a LanceDB database all the same."""
-    lancedb = pytest.importorskip("lancedb")
+    import lancedb
+
     chain = make_chain(3)
     with Memory(tmp_path) as memory:
         put(memory, chain)

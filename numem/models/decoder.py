@@ -65,14 +65,6 @@ class TransformerDecoder:
         self._buffers: dict[str, torch.Tensor] = {}
         self._turn = threading.Lock()
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of packed weights."""
-        linears = [self.embed, *([] if self.head is self.embed else [self.head])]
-        for layer in self.layers:
-            linears += [layer.qkv, layer.out, layer.gate_up, layer.down]
-        return sum(linear.nbytes for linear in linears)
-
     def forward(self, rows: Rows, storage: PageStorage) -> torch.Tensor:
         """Evaluate rows; see `numem.runtime.engine.Decoder`. Sessions in several threads take turns."""
         with self._turn:

@@ -118,9 +118,6 @@ class Engine:
         if self.storage.poisoned and freed:
             self.storage.poison(freed)
 
-    def can_hold(self, tokens: int) -> bool:
-        return self.pool.pages_for(tokens) <= self.pool.free
-
     def _run(self, work: list[tuple[Reservation, list[int]]], logits: str) -> list[np.ndarray]:
         width = max(len(r.pages) for r, _ in work)
         tables = torch.full((len(work), width), -1, dtype=torch.int32)

@@ -41,11 +41,6 @@ class PageStorage:
         if poison:
             self.poison(range(pages))
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all layers, keys and values."""
-        return PAGE_TOKENS * self.spec.row_bytes
-
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with 0xFF bytes, which are NaN in every float dtype."""
         index = torch.as_tensor(list(pages), dtype=torch.int64)
