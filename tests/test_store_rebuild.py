@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from numem.state.node import Node
+from numem.store.catalog import Catalog
 from numem.store.dataset import manifest_path, manifest_versions
 from numem.store.facts import ORDER, SCHEMAS
 from numem.store.memory import Memory
@@ -122,3 +123,25 @@ def test_volumes_of_another_node_and_of_a_running_process_are_read_too(tmp_path:
     with Memory(tmp_path, node="far", local=tmp_path / "far") as memory:
         assert memory.recovered == ()
         assert put(memory, chains[0]).stored == 0
+
+
+def test_a_writer_that_catalogues_and_ends_while_another_opens_is_not_adopted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its volume looks uncatalogued from a catalog read before its commit; adoption reads again under the lock."""
+    chain = make_chain(8)
+    Memory(tmp_path).close()
+    opened = Catalog.open
+
+    def then_publish(catalog: Catalog) -> None:
+        opened(catalog)
+        monkeypatch.setattr(Catalog, "open", opened)
+        with Memory(tmp_path) as other:
+            assert put(other, chain).stored == 8
+
+    monkeypatch.setattr(Catalog, "open", then_publish)
+    with Memory(tmp_path) as memory:
+        assert memory.recovered == ()
+        assert_readable(memory, chain)
+        table = memory._parts.catalog.tables["nodes"].dataset.lance.to_table(columns=["id"])
+        assert table.num_rows == 8

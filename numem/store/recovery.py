@@ -151,9 +151,16 @@ def manifest_fault(dataset: Dataset, version: int, entry: Entry | None) -> str:
 def adopt(tier: Tier, volume: Volume, catalog: Catalog, *, everything: bool = False) -> list[Recovered]:
     """Enter payload into the catalog that a writer committed without getting to its catalog facts.
 
+    In a transaction: the writer may have catalogued its last commit and ended since the catalog was opened.
+
     Args:
         everything: look at commits that the catalog knows too, because some of its own files were damaged.
     """
+    with catalog.transaction():
+        return _adopt(tier, volume, catalog, everything)
+
+
+def _adopt(tier: Tier, volume: Volume, catalog: Catalog, everything: bool) -> list[Recovered]:
     dataset = volume.dataset
     known = catalog.placements.files(tier.name, volume.name)
     files = [file for file in dataset.fragments() if everything or file not in known]
