@@ -5,10 +5,10 @@ BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types ui bench clean
+.PHONY: help setup demo test test-all lint types ui s3 bench clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create .venv, install pinned dependencies and build the C kernels
 
@@ -38,6 +38,9 @@ types: setup
 
 ui: setup  ## browse runs, lineage and checks at http://127.0.0.1:3000
 	$(BIN)/numem ui
+
+s3: setup  ## run a local S3 server in the foreground and print how to reach it
+	$(BIN)/python -m numem.bench.s3server
 
 bench: setup  ## run all measurements and write docs/benchmarks.md
 	$(BIN)/numem bench all --write docs/benchmarks.md

@@ -1,4 +1,4 @@
-"""The catalog: six append-only tables of facts at the memory's home, and their indexes in RAM.
+"""The catalog: eight append-only tables of facts at the memory's home, and their indexes in RAM.
 
 The directory is an ordinary LanceDB database (`lancedb.connect(home + "/catalog")` opens it). numem itself goes through
 Lance, because the barrier needs the commit in its own hands and importing lancedb takes a second.
@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from numem.errors import IntegrityError
 from numem.state.node import Node
-from numem.store.facts import ORDER, BranchFact, Clock, Event, Placement, Record, to_json
-from numem.store.index import NodeIndex, PlacementIndex, placement_row
+from numem.store.facts import LOADED, ORDER, BranchFact, Claim, Clock, Event, Placement, Record, Retired, to_json
+from numem.store.index import NodeIndex, PlacementIndex, StaleError, placement_row
 from numem.store.ledger import Ledger
 from numem.store.nodes import node_row
 from numem.store.table import FactTable
@@ -35,6 +35,8 @@ class Facts:
     records: list[Record] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     branches: list[BranchFact] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    retired: list[Retired] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
 
     def extend(self, other: "Facts") -> None:
@@ -68,7 +70,7 @@ class Catalog:
         self.location = home.child("catalog")
         self.clock = clock
         self.tables = {name: FactTable(name, self.location, ledger, options, clock) for name in ORDER}
-        self.nodes = NodeIndex()
+        self.nodes = NodeIndex(self.reload)
         self.placements = PlacementIndex()
         self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ORDER}
         self._known: dict[str, set[tuple[int, str]]] = {name: set() for name in ORDER}
@@ -89,25 +91,35 @@ class Catalog:
 
     def open(self) -> None:
         """Load what lookups need."""
-        self.refresh("placements", "nodes")
+        self.refresh()
 
     def refresh(self, *names: str, force: bool = False) -> None:
-        """Take up facts that this or another process appended since (`force`: ask an object store now)."""
-        for name in names:
+        """Take up facts that this or another process appended since (`force`: ask an object store now).
+
+        Args:
+            names: tables; default those that lookups need. Nodes come with what retired them.
+        """
+        for name in ("retired", *names) if "nodes" in names else names or LOADED:
             table = self.tables[name]
             if table.current(force):
                 continue
             with self._lock:
                 fresh = table.fresh(force)
+                if table.replaced:
+                    self._forget(name)
                 if fresh:
                     self._take_up(table, fresh)
+
+    def reload(self) -> None:
+        """Move to the newest version now: a compaction replaced files that this handle had yet to read."""
+        self.refresh(force=True)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Exclusive right to append: what is looked up inside stays true until the facts are appended."""
         with self.exclusive():
             if self._depth == 1:
-                self.refresh("placements", "nodes", force=True)
+                self.refresh(force=True)
             yield
 
     @contextlib.contextmanager
@@ -130,7 +142,7 @@ class Catalog:
             for table in self.tables.values():
                 table.index_if_worthwhile()
             self._sync_ledger()
-            self.refresh("placements", "nodes")
+            self.refresh()
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """All rows of a small table, in commit order, each once."""
@@ -157,6 +169,16 @@ class Catalog:
     def branch_facts(self) -> list[BranchFact]:
         return [BranchFact(**{k: v for k, v in row.items() if k != "writer"}) for row in self.rows("branches")]
 
+    def claims(self, now_ns: int | None = None) -> list[Claim]:
+        """The newest of each claim; with a time only those that hold then."""
+        newest: dict[tuple[str, bytes, str, str, str], Claim] = {}
+        for row in self.rows("claims"):
+            claim = Claim(**{k: v for k, v in row.items() if k != "writer"})
+            held = newest.get(claim.key)
+            if held is None or held.sequence <= claim.sequence:
+                newest[claim.key] = claim
+        return [claim for claim in newest.values() if now_ns is None or claim.holds(now_ns)]
+
     def damaged(self) -> dict[str, str]:
         """Data files of the catalog that are not read -> why."""
         return {
@@ -167,6 +189,18 @@ class Catalog:
         if self._ledger is not None:
             self._ledger.sync()
 
+    def _forget(self, name: str) -> None:
+        """Drop what was read of a table that is read anew."""
+        if name == "nodes":
+            self.nodes.clear()
+        elif name == "placements":
+            self.placements.clear()
+        elif name != "retired":
+            self._known[name].clear()
+            self._rows[name].clear()
+            if name == "identities":
+                self._identified = 0
+
     def _take_up(self, table: FactTable, fragments: list[Any]) -> None:
         if table.name == "nodes":
             for fragment, narrow in table.read(fragments, NodeIndex.NARROW):
@@ -174,6 +208,9 @@ class Catalog:
         elif table.name == "placements":
             for _, rows in table.read(fragments):
                 self.placements.add(rows)
+        elif table.name == "retired":
+            for _, rows in table.read(fragments):
+                self.nodes.retire(rows)
         else:
             known = self._known[table.name]
             for _, part in table.read(fragments):
@@ -194,8 +231,8 @@ class Catalog:
             return [placement_row(placement) for placement in facts.placements]
         if name == "nodes":
             return [{"sequence": next_sequence(), **node_row(node)} for node in facts.nodes]
-        if name == "branches":
-            return [{slot: getattr(fact, slot) for slot in BranchFact.__slots__} for fact in facts.branches]
+        if name in ("branches", "claims", "retired"):
+            return [{slot: getattr(fact, slot) for slot in fact.__slots__} for fact in getattr(facts, name)]
         return [
             {"sequence": fact.sequence, "kind": fact.kind, "subject": fact.subject, "body": to_json(fact.body)}
             for fact in getattr(facts, name)
@@ -206,5 +243,7 @@ def _whole(table: FactTable, fragment: Any) -> pa.Table:
     parts = table.read([fragment])
     if not parts:
         file = fragment.metadata.files[0].path
+        if table.outdated(file):
+            raise StaleError(file)
         raise IntegrityError(f"{table.dataset.name}: data file {file} cannot be read; run numem verify")
     return parts[0][1]

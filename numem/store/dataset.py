@@ -126,6 +126,17 @@ class Dataset:
             barrier.sync([manifest_path(path, self.version)], [path / "_versions", path, path.parent])
             self._record(self.version, [], {})
 
+    def missing(self) -> bool:
+        """Whether a local dataset was never created."""
+        path = self.location.path
+        return path is not None and not path.exists()
+
+    def newest_names(self, file: str) -> bool:
+        """Whether the newest version names a data file; asks without moving this handle."""
+        with lance_errors(f"refresh {self.name}"):
+            newest = lance.dataset(self.location.url, storage_options=self._options)
+            return any(_file(fragment.metadata) == file for fragment in newest.get_fragments())
+
     def open(self) -> None:
         """Open at the newest version."""
         with lance_errors(f"open {self.name}"):

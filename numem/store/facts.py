@@ -36,9 +36,11 @@ class Clock:
 class State(StrEnum):
     """State of a placement."""
 
+    COPYING = "copying"  # a promotion that was announced and has not ended
     READY = "ready"
     FAILED = "failed"  # a promotion that did not verify
     QUARANTINED = "quarantined"  # was ready, did not verify later
+    EVICTED = "evicted"  # removed on purpose; its bytes may be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,49 @@ class BranchFact:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What keeps a node, or asks for it, beyond the process that said so. Of several with one `key` the newest holds.
+
+    Attributes:
+        kind: "demand" (a replica is wanted in `tier` of `node`), "pin" (soft with an expiry, hard without), "lease".
+        subject: causal id.
+        tier, node: where; "" for everywhere.
+        owner: who claims.
+        priority: of a demand; higher first.
+        expires: ns since the epoch; 0 for never.
+        active: False takes the claim back.
+    """
+
+    sequence: int
+    kind: str
+    subject: bytes
+    tier: str = ""
+    node: str = ""
+    owner: str = ""
+    priority: int = 0
+    expires: int = 0
+    active: bool = True
+
+    @property
+    def key(self) -> tuple[str, bytes, str, str, str]:
+        """What identifies the claim whatever it says now."""
+        return (self.kind, self.subject, self.tier, self.node, self.owner)
+
+    def holds(self, now_ns: int) -> bool:
+        """Whether it was neither taken back nor expired."""
+        return self.active and (not self.expires or now_ns < self.expires)
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """A node that is not visible any more ("collected", "forgotten"), unless it is published again later."""
+
+    sequence: int
+    id: bytes
+    reason: str
+
+
 def _schema(*fields: tuple[str, pa.DataType]) -> pa.Schema:
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields])
 
@@ -164,13 +209,27 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         ("reason", pa.string()),
         ("source", pa.string()),
     ),
+    "claims": _schema(
+        *_ENVELOPE,
+        ("kind", pa.string()),
+        ("subject", pa.binary()),
+        ("tier", pa.string()),
+        ("node", pa.string()),
+        ("owner", pa.string()),
+        ("priority", pa.int64()),
+        ("expires", pa.int64()),
+        ("active", pa.bool_()),
+    ),
+    "retired": _schema(*_ENVELOPE, ("id", pa.binary()), ("reason", pa.string())),
     "records": _schema(*_ENVELOPE, ("kind", pa.string()), ("subject", pa.binary()), ("body", pa.string())),
     "events": _schema(*_ENVELOPE, ("kind", pa.string()), ("subject", pa.binary()), ("body", pa.string())),
 }
 
 # Nodes come last: a node is visible only after the placements of its pieces.
-ORDER = ("identities", "placements", "records", "events", "branches", "nodes")
+ORDER = ("identities", "placements", "records", "events", "branches", "claims", "retired", "nodes")
 KEYS = {"identities": "scope", "placements": "content", "nodes": "id", "branches": "name"}
+# What lookups need in RAM, in the order in which it is taken up.
+LOADED = ("placements", "retired", "nodes")
 
 
 def to_json(value: Mapping[str, Any]) -> str:

@@ -16,6 +16,10 @@ from numem.store.table import column
 Row = tuple["_Segment", int]
 
 
+class StaleError(Exception):
+    """Rows that were announced lie in a file that a compaction replaced: read the table again."""
+
+
 class _Segment:
     """Rows loaded together; the wide columns are read on first use."""
 
@@ -33,12 +37,23 @@ class _Segment:
 
 
 class NodeIndex:
-    """Nodes by causal id and by parent. The first node of an id in commit order holds."""
+    """Nodes by causal id and by parent. The first node of an id in commit order holds, unless it was retired since.
+
+    Args:
+        reload: reads the whole table again; called where a compaction replaced rows that were not read yet.
+    """
 
     NARROW = ("sequence", "id", "parent", "kind")
 
-    def __init__(self) -> None:
+    def __init__(self, reload: Callable[[], None]) -> None:
+        self._reload = reload
+        self._retired: dict[bytes, int] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every node, before the table is read anew; what is retired stays so."""
         self._rows: dict[bytes, Row] = {}
+        self._sequences: dict[bytes, int] = {}
         self._children: dict[bytes, list[bytes]] = {}
         self._kinds: dict[str, list[bytes]] = {}
         self._cache: dict[bytes, Node] = {}
@@ -46,14 +61,28 @@ class NodeIndex:
     def add(self, narrow: pa.Table, load: Callable[[], pa.Table]) -> None:
         """Take up rows; `load` reads the same rows with all columns when one is first needed."""
         segment = _Segment(load)
-        ids = column(narrow, "id").to_pylist()
-        parents = column(narrow, "parent").to_pylist()
-        kinds = column(narrow, "kind").to_pylist()
-        for number, (node, parent, kind) in enumerate(zip(ids, parents, kinds, strict=True)):
-            if node not in self._rows:
+        sequences, ids, parents, kinds = (column(narrow, name).to_pylist() for name in self.NARROW)
+        for number, (sequence, node, parent, kind) in enumerate(zip(sequences, ids, parents, kinds, strict=True)):
+            if node not in self._rows and self._retired.get(node, -1) < sequence:
                 self._rows[node] = (segment, number)
+                self._sequences[node] = sequence
                 self._children.setdefault(parent, []).append(node)
                 self._kinds.setdefault(kind, []).append(node)
+
+    def retire(self, rows: pa.Table) -> None:
+        """Take up nodes that are not visible any more."""
+        gone = set()
+        for node, sequence in zip(column(rows, "id").to_pylist(), column(rows, "sequence").to_pylist(), strict=True):
+            self._retired[node] = max(sequence, self._retired.get(node, -1))
+            if self._sequences.get(node, sequence) < sequence:
+                gone.add(node)
+        if not gone:
+            return
+        for node in gone:
+            del self._rows[node], self._sequences[node]
+            self._cache.pop(node, None)
+        _drop(self._children, gone)
+        _drop(self._kinds, gone)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -61,17 +90,24 @@ class NodeIndex:
     def __contains__(self, node: bytes) -> bool:
         return node in self._rows
 
+    def sequence(self, node: bytes) -> int:
+        """When a node was published: the sequence of its row. KeyError where it is not visible."""
+        return self._sequences[node]
+
+    def retired(self, node: bytes) -> int:
+        """Sequence of the newest retirement of a node, -1 where there is none."""
+        return self._retired.get(node, -1)
+
+    def ids(self) -> list[bytes]:
+        """Every visible node, oldest first."""
+        return list(self._rows)
+
     def get(self, node: bytes) -> Node | None:
-        found = self._cache.get(node)
-        if found is None:
-            row = self._rows.get(node)
-            if row is None:
-                return None
-            found = node_of(row[0].row(row[1]))
-            if found.id != node:
-                raise IntegrityError(f"node {node.hex()}: the catalog row it was read from names {found.id.hex()}")
-            self._cache[node] = found
-        return found
+        try:
+            return self._get(node)
+        except StaleError:
+            self._reload()
+            return self._get(node)
 
     def children(self, parent: bytes) -> tuple[Node, ...]:
         return tuple(self._known(self._children.get(parent, ())))
@@ -86,6 +122,18 @@ class NodeIndex:
         matches = (node for node in list(self._rows) if node.startswith(start))
         return tuple(self._known([node for node in matches if not odd or node.hex().startswith(prefix)]))
 
+    def _get(self, node: bytes) -> Node | None:
+        found = self._cache.get(node)
+        if found is None:
+            row = self._rows.get(node)
+            if row is None:
+                return None
+            found = node_of(row[0].row(row[1]))
+            if found.id != node:
+                raise IntegrityError(f"node {node.hex()}: the catalog row it was read from names {found.id.hex()}")
+            self._cache[node] = found
+        return found
+
     def _known(self, ids: Any) -> Iterator[Node]:
         for node in ids:
             found = self.get(node)
@@ -97,11 +145,16 @@ class PlacementIndex:
     """Placements by content id. Of several facts about one copy the newest sequence holds."""
 
     def __init__(self) -> None:
-        self._rows: dict[bytes, list[Row]] = {}
-        self._tables: list[pa.Table] = []
         self._noted: dict[bytes, list[Placement]] = {}
-        self._cache: dict[bytes, tuple[Placement, ...]] = {}
         self._lock = Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was read, before the table is read anew; what was noted stays."""
+        with self._lock:
+            self._rows: dict[bytes, list[Row]] = {}
+            self._tables: list[pa.Table] = []
+            self._cache: dict[bytes, tuple[Placement, ...]] = {}
 
     def note(self, placement: Placement) -> None:
         """Know a fact now that is appended to the catalog later: a replica found bad is not offered again."""
@@ -151,6 +204,12 @@ class PlacementIndex:
             mine = table.filter((pc.field("volume") == volume) & (pc.field("tier") == tier))
             files.update(pc.unique(mine.column("file")).to_pylist())
         return files
+
+
+def _drop(lists: dict[Any, list[bytes]], gone: set[bytes]) -> None:
+    for key, nodes in list(lists.items()):
+        if not gone.isdisjoint(nodes):
+            lists[key] = [node for node in nodes if node not in gone]
 
 
 def placement_row(placement: Placement) -> dict[str, Any]:

@@ -24,7 +24,9 @@ from numem.lineage.branches import Branch, Branches, Move
 from numem.state.manifest import Manifest
 from numem.state.node import Node, project
 from numem.store import intake, workspace
+from numem.store.care import Care
 from numem.store.catalog import Facts
+from numem.store.config import TierSpec
 from numem.store.facts import Event, Placement, Record, to_json
 from numem.store.index import NodeIndex
 from numem.store.leases import TTL_S, Lease, LeaseTable
@@ -37,6 +39,7 @@ from numem.store.reports import (
     Ticket,
     VerifyReport,
 )
+from numem.store.residency import Residency
 from numem.store.session import Session
 from numem.store.tier import Tier
 
@@ -54,6 +57,7 @@ __all__ = [
     "Record",
     "Recovered",
     "Ticket",
+    "TierSpec",
     "VerifyReport",
 ]
 
@@ -63,8 +67,8 @@ class Memory:
 
     Args:
         home: local directory or s3:// (gs://, az://) URL; created where it does not exist.
-        tiers: tier name -> local directory or URL; default {"object": home/object, "ssd": local/nodes/<node>/ssd}.
-            Publication makes pieces durable in "object" (or the first tier given).
+        tiers: tier name -> local directory, URL or `TierSpec`; default {"object": home/object,
+            "ssd": local/nodes/<node>/ssd}. Publication makes pieces durable in "object" (or the first tier given).
         node: name of this node; a tier on a local directory other than the home tier belongs to its node.
         local: where spool, locks, ssd and quarantine lie; default the home where that is local, else a directory
             under the user's cache.
@@ -79,7 +83,7 @@ class Memory:
         self,
         home: str | PathLike[str],
         *,
-        tiers: Mapping[str, str] | None = None,
+        tiers: Mapping[str, str | PathLike[str] | TierSpec] | None = None,
         node: str = "local",
         local: str | PathLike[str] | None = None,
         storage_options: Mapping[str, str] | None = None,
@@ -171,7 +175,7 @@ class Memory:
 
     def refresh(self) -> None:
         """Take up what other processes appended. Lookups do so by themselves, on an object store at most every second."""
-        self._open().catalog.refresh("placements", "nodes", force=True)
+        self._open().catalog.refresh(force=True)
 
     def get(self, id: bytes) -> Node | None:
         """A published node by causal id."""
@@ -270,6 +274,11 @@ class Memory:
         report = parts.reader.read(requests, tier)
         return replace(report, ms=(time.perf_counter() - started) * 1e3)
 
+    @property
+    def residency(self) -> Residency:
+        """Demands, pins and eviction."""
+        return Residency(self._settled())
+
     # decisions, events, branches
 
     def record(self, kind: str, subject: bytes, body: Mapping[str, Any]) -> int:
@@ -320,6 +329,11 @@ class Memory:
         return self._branches.log(name)
 
     # care
+
+    @property
+    def care(self) -> Care:
+        """Maintenance, repair and deletion."""
+        return Care(self._settled())
 
     @property
     def recovered(self) -> tuple[Recovered, ...]:

@@ -57,10 +57,10 @@ class Session:
             prepare(work, options, self.catalog.create)
             self.tiers = {
                 name: Tier(
-                    TierConfig(name, place, work.node_of(name), self._owner),
+                    TierConfig(name, place, work.node_of(name), self._owner, work.specs[name]),
                     work.node,
                     self.ledger,
-                    options,
+                    options if work.specs[name].options is None else work.specs[name].options,
                     self.writers,
                 )
                 for name, place in work.tiers.items()
@@ -127,6 +127,9 @@ class Session:
                 with self.catalog.exclusive():
                     # Read again: another process may have committed, or recovered, since.
                     mine = self.ledger.read().get(table.dataset.name, {})
+                    if not mine and table.dataset.missing():
+                        table.dataset.create()  # a table that the release which made this memory did not have
+                        continue
                     self.recovered += recovery.recover_dataset(table.dataset, mine, self.work.quarantine, rebuild=True)
             table.expect({file: digest for entry in mine.values() for file, digest in entry.files.items()})
         self.catalog.open()

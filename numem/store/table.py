@@ -46,6 +46,7 @@ class FactTable:
         self._indexed = 0
         self._appended = False
         self._digests: dict[str, str] = {}
+        self.replaced = False
         self.damaged: dict[str, str] = {}
 
     def expect(self, digests: Mapping[str, str]) -> None:
@@ -58,6 +59,9 @@ class FactTable:
         for field in self.schema:
             values = [writer if field.name == "writer" else row[field.name] for row in rows]
             columns.append(pa.array(values, field.type))
+        if self.dataset.changed(force=True):
+            # Versions are cleaned up behind a handle that was not refreshed for long: it could not commit on its own.
+            self.dataset.refresh()
         self.dataset.append([pa.record_batch(columns, schema=self.schema)])
         self._appended = True
 
@@ -89,19 +93,34 @@ class FactTable:
         return not self.dataset.changed(force) and self.dataset.version == self._loaded
 
     def fresh(self, force: bool = False) -> list[Any]:
-        """Fragments not returned before, in commit order; damaged ones are left out and named in `damaged`."""
+        """Fragments not returned before, in commit order; damaged ones are left out and named in `damaged`.
+
+        After a compaction these are all of them: `replaced` says so until the next call.
+        """
         if self.dataset.changed(force):
             self.dataset.refresh()
         elif self.dataset.version == self._loaded:
             return []
         self._loaded = self.dataset.version
+        fragments = self.dataset.fragments()
+        self.replaced = not self._seen.issubset(fragments)
+        if self.replaced:
+            self._seen.clear()
+            self.damaged.clear()
         fresh = []
-        for file, fragment in self.dataset.fragments().items():
+        for file, fragment in fragments.items():
             if file not in self._seen:
                 self._seen.add(file)
                 if self._intact(file):
                     fresh.append(fragment)
         return fresh
+
+    def outdated(self, file: str) -> bool:
+        """Whether the newest version does not name a data file any more: it was compacted, and is no damage."""
+        if self.dataset.newest_names(file):
+            return False
+        self.damaged.pop(file, None)
+        return True
 
     def read(self, fragments: Sequence[Any], columns: Sequence[str] | None = None) -> list[tuple[Any, pa.Table]]:
         """(fragment, its rows) in commit order; a fragment that Lance cannot read is left out and named."""
@@ -133,7 +152,7 @@ class FactTable:
             return table.select(names).combine_chunks()
 
     def _intact(self, file: str) -> bool:
-        expected = self._digests.pop(file, None)
+        expected = self._digests.get(file)
         path = self.dataset.location.path
         if expected is None or path is None:
             return True

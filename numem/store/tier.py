@@ -13,6 +13,7 @@ import filelock
 
 from numem.errors import IntegrityError, StoreError
 from numem.store import barrier
+from numem.store.config import TierSpec
 from numem.store.facts import Placement
 from numem.store.ledger import Ledger
 from numem.store.objects import Objects
@@ -23,6 +24,7 @@ from numem.store.volume import Volume
 
 _VOLUME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\.w\d{3}\.\d{6}")
 # Nearer to compute first. Names that are not listed stand between ssd and object.
+_CLOSE_LEAST = 1 << 20
 _RANKS = {"gpu": 0, "host": 1, "ram": 1, "ssd": 2, "object": 4, "archive": 5}
 
 
@@ -88,16 +90,25 @@ class TierConfig:
         name, location: as given.
         node: "" where every node sees the same bytes, else the node it belongs to.
         owner: random id of this node's local state; only volumes of the same owner are appended to.
+        spec: capacity, policy and way of writing.
     """
 
     name: str
     location: Location
     node: str
     owner: str
+    spec: TierSpec
 
     @property
     def rank(self) -> int:
         return _RANKS.get(self.name, 3)
+
+    @property
+    def close_bytes(self) -> int:
+        """Payload at which a volume is closed: space comes back by whole volumes, so a small tier has small ones."""
+        if self.spec.capacity is None:
+            return CLOSE_BYTES
+        return min(CLOSE_BYTES, max(_CLOSE_LEAST, self.spec.capacity // 8))
 
 
 class Tier:
@@ -208,7 +219,7 @@ class Tier:
         with self._lock:
             if self._writing is not None:
                 volume, size = self._writing
-                if size < CLOSE_BYTES and volume.commits < CLOSE_COMMITS:
+                if size < self.config.close_bytes and volume.commits < CLOSE_COMMITS:
                     return volume
                 self._writing = None
                 return self._create_next(volume.name)
@@ -217,7 +228,7 @@ class Tier:
                 volume = self.volume(names[-1])
                 volume.create()
                 size = volume.payload_bytes()
-                if size < CLOSE_BYTES and volume.commits < CLOSE_COMMITS:
+                if size < self.config.close_bytes and volume.commits < CLOSE_COMMITS:
                     self._writing = (volume, size)
                     return volume
             return self._create_next(names[-1] if names else "")

@@ -23,12 +23,15 @@ import filelock
 
 from numem.errors import RecoveryError, SchemeError
 from numem.store import barrier
+from numem.store.config import TierSpec
 from numem.store.lance_errors import lance_errors
 from numem.store.objects import Objects
 from numem.store.urls import Location, locate, require_name
 
 FORMAT = 1
 HOME_TIER = "object"
+# In place of a URL: bounded memory of this process.
+HOST = "host"
 _MARKER = "numem.json"
 _CLAIM_S = 60.0
 
@@ -42,6 +45,7 @@ class Workspace:
     node: str
     tiers: Mapping[str, Location]
     home_tier: str
+    specs: Mapping[str, TierSpec]
 
     @property
     def spool(self) -> Path:
@@ -69,7 +73,12 @@ class Workspace:
         return "" if shared else self.node
 
 
-def plan(home: object, tiers: Mapping[str, str] | None, node: str, local: str | os.PathLike[str] | None) -> Workspace:
+def plan(
+    home: object,
+    tiers: Mapping[str, "str | os.PathLike[str] | TierSpec"] | None,
+    node: str,
+    local: str | os.PathLike[str] | None,
+) -> Workspace:
     """Check every name and URL; nothing is written or connected.
 
     Raises:
@@ -84,14 +93,20 @@ def plan(home: object, tiers: Mapping[str, str] | None, node: str, local: str | 
         place = at.path
     else:
         place = where.path or _cache() / hashlib.sha256(where.url.encode()).hexdigest()
-    named = {HOME_TIER: where.child(HOME_TIER), "ssd": _local(place / "nodes" / node / "ssd")}
-    if tiers is not None:
-        if not tiers:
-            raise SchemeError("tiers: at least one tier is needed")
-        named = {require_name("tier", name): locate(f"tier {name!r}", url) for name, url in tiers.items()}
+    if tiers is None:
+        tiers = {HOME_TIER: where.child(HOME_TIER).url, "ssd": str(place / "nodes" / node / "ssd")}
+    specs = {
+        require_name("tier", name): spec if isinstance(spec, TierSpec) else TierSpec(spec)
+        for name, spec in tiers.items()
+    }
+    named = {name: locate(f"tier {name!r}", spec.url) for name, spec in specs.items() if spec.url != HOST}
+    if not named:
+        raise SchemeError("tiers: at least one tier that lasts is needed")
     home_tier = HOME_TIER if HOME_TIER in named else next(iter(named))
+    if specs[home_tier].write != "demand":
+        raise SchemeError(f"tier {home_tier!r}: it is the home tier, which every publication writes; leave write out")
     _apart({"catalog": where.child("catalog"), **{f"tier {name!r}": at for name, at in named.items()}})
-    return Workspace(where, place, node, named, home_tier)
+    return Workspace(where, place, node, named, home_tier, specs)
 
 
 def prepare(work: Workspace, options: Mapping[str, str] | None, create: Callable[[], None]) -> None:
@@ -163,10 +178,6 @@ def _require_format(data: bytes, what: str) -> None:
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         found = tree.get("format") if isinstance(tree, dict) else tree
         raise RecoveryError(f"{what}: format {found!r}, this numem reads {FORMAT}; upgrade numem")
-
-
-def _local(path: Path) -> Location:
-    return Location(str(path), path)
 
 
 def _cache() -> Path:

@@ -1,0 +1,13 @@
+"""LFU: the key with the fewest uses goes first, ties to the older use; uses before an eviction count."""
+
+from numem.policy.protocol import Key
+from numem.policy.ranked import Rank, Ranked
+
+
+class LFU(Ranked):
+    """Single keys by their number of uses."""
+
+    leaf_first = False
+
+    def _rank(self, key: Key) -> Rank:
+        return (self._uses[key], self._last[key])
