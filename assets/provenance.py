@@ -23,10 +23,10 @@ _SOURCES = (".py", ".c", ".h")
 
 
 @cache
-def code_version() -> str:
-    """Fingerprint of the program that computes state: SHA-256 over its sources, 32 hex digits."""
+def code_version(*rooms: str) -> str:
+    """Fingerprint of rooms of the library, by default those that compute state: SHA-256 over sources, 32 hex digits."""
     digest = hashlib.sha256(b"numem/code/v1")
-    for room in _PROGRAM:
+    for room in rooms or _PROGRAM:
         for name, body in _sources(files("numem") / room, room):
             for part in (name.encode(), body):
                 digest.update(len(part).to_bytes(8, "big") + part)

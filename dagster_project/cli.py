@@ -8,15 +8,27 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from numem.cli import JsonFlag, MaxPositionOption, MemoryOption, app, console, emit, fail, guarded, table
+from numem.cli import app
 from numem.errors import InputError
-from numem.terminal import say_error
+from numem.terminal import (
+    JsonFlag,
+    MaxPositionOption,
+    MemoryOption,
+    busy,
+    console,
+    emit,
+    fail,
+    guarded,
+    say_error,
+    table,
+)
 
 if TYPE_CHECKING:
     from dagster_project.deployment import Deployment
@@ -44,11 +56,27 @@ def demo(
     model_free: Annotated[
         bool, typer.Option("--model-free", help="Without a model: the exactness contract on synthetic state.")
     ] = False,
+    two_workers: Annotated[
+        bool, typer.Option("--two-workers", help="Without a model: two processes share a memory on an S3 server.")
+    ] = False,
+    s3_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--s3-endpoint",
+            metavar="URL",
+            help="With --two-workers: this server, with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Default: a local one.",
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Run the main job on the example prompts: prefill, publish, promote, restore, decode, and prove it exact."""
+    if s3_endpoint is not None and not two_workers:
+        raise InputError("--s3-endpoint belongs to --two-workers")
     if model_free:
         _model_free(memory, as_json)
+        return
+    if two_workers:
+        _two_workers(memory, s3_endpoint, as_json)
         return
     from dagster_project.runs import Settings
 
@@ -167,8 +195,28 @@ def _model_free(memory: str | None, as_json: bool) -> None:
     from numem.job.model_free import run_model_free
 
     result = run_model_free(Path(memory) if memory else None)
-    rows = [(name, json.dumps(value) if isinstance(value, dict) else value) for name, value in result.items()]
-    emit(result, as_json, table(("without a model", ""), rows))
+    emit(result, as_json, table(("without a model", ""), _rows(result)))
+
+
+def _two_workers(memory: str | None, endpoint: str | None, as_json: bool) -> None:
+    if memory:
+        raise InputError(f"--memory {memory}: the demo of two workers makes a memory of its own; leave it out")
+    from numem.bench.s3server import serve
+    from numem.job.two_workers import on_server, run_two_workers
+
+    with tempfile.TemporaryDirectory(prefix="numem-two-workers-") as directory, busy("two workers"):
+        root = Path(directory)
+        if endpoint is not None:
+            result = on_server(endpoint, root)
+        else:
+            (root / "s3").mkdir()
+            with serve(root / "s3") as server:
+                result = run_two_workers(server.url("two-workers"), server.options, root)
+    emit(result, as_json, table(("two workers", ""), _rows(result)))
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[str, object]]:
+    return [(name, json.dumps(value) if isinstance(value, dict) else value) for name, value in result.items()]
 
 
 def main() -> None:

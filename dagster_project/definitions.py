@@ -12,7 +12,8 @@ import dagster as dg
 
 from dagster_project.assets.checks import CHECKS
 from dagster_project.assets.inference import INFERENCE
-from dagster_project.jobs import JOBS
+from dagster_project.assets.maintenance import MAINTENANCE, MAINTENANCE_CHECKS
+from dagster_project.jobs import JOBS, SCHEDULES
 from dagster_project.resources import environment as env
 from dagster_project.resources.memory import MemoryResource
 from dagster_project.resources.model import ModelResource
@@ -44,9 +45,10 @@ def build_defs(*, resource_overrides: Mapping[str, Any] | None = None) -> dg.Def
         resource_overrides: resources by key ("memory", "model", "runtime") in place of the deployment's.
     """
     return dg.Definitions(
-        assets=INFERENCE,
-        asset_checks=CHECKS,
+        assets=[*INFERENCE, *MAINTENANCE],
+        asset_checks=[*CHECKS, *MAINTENANCE_CHECKS],
         jobs=JOBS,
+        schedules=SCHEDULES,
         resources={**default_resources(), **(resource_overrides or {})},
         executor=dg.in_process_executor,
     )

@@ -22,7 +22,7 @@ DEFINITIONS = "dagster_project.definitions"
 
 def local_directory(deployment: Deployment) -> Path:
     """Where a memory keeps its local files, without opening it."""
-    from dagster_project.resources.environment import parse_tiers
+    from numem.environment import parse_tiers
     from numem.store.workspace import plan
 
     home = deployment.memory_resource().resolved_home

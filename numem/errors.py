@@ -17,8 +17,16 @@ NumemError
 │   ├── IntegrityError         bytes that are not what their digest says
 │   ├── StorageFullError       no space for a publication
 │   ├── RecoveryError          a dataset that cannot be opened safely
+│   ├── BackendError           an object store without a guarantee that commits rest on
+│   ├── UnknownOutcomeError    a write that may have landed: its reply was lost
+│   ├── LeaseHeldError         another process maintains the memory
+│   ├── LeaseLostError         a maintenance lease that another holder took over
+│   ├── DeadlineError          a read that did not end in time
+│   ├── ReadOnlyError          a write to a memory that is only read, or to a directory without write access
 │   └── ClosedError            used after close, or in a forked child
 └── CapacityError              not enough pages, lanes or staging bytes
+    ├── RejectedError          a publication that was refused or dropped; `.code` says at which limit
+    │   └── QuotaError         a scope that would go over its quota
     └── LeaseError             a lease released twice or used after release
 
 Messages name the thing at fault and what to do about it, on one line.
@@ -105,12 +113,71 @@ class RecoveryError(StoreError):
     """A dataset cannot be opened at a state that is known to be good."""
 
 
+class BackendError(StoreError):
+    """An object store does not give a guarantee that commits rest on."""
+
+
+class UnknownOutcomeError(StoreError):
+    """The reply to a write was lost; it may have landed, and nothing was deleted."""
+
+
+class LeaseHeldError(StoreError):
+    """Another process holds the maintenance lease."""
+
+
+class LeaseLostError(StoreError):
+    """A maintenance lease ended: another holder has a newer epoch, or it was not renewed in time."""
+
+
+class DeadlineError(StoreError):
+    """A read did not end in time; what it was to fill is undefined, and nothing was quarantined.
+
+    Attributes:
+        nbytes: bytes that came in time.
+    """
+
+    def __init__(self, message: str, nbytes: int = 0) -> None:
+        super().__init__(message)
+        self.nbytes = nbytes
+
+
+class ReadOnlyError(StoreError):
+    """A write to a memory that was opened for reading alone, or whose directory cannot be written."""
+
+
 class ClosedError(StoreError):
     """A handle was used after close, or in a forked child."""
 
 
 class CapacityError(NumemError):
     """Not enough pages, lanes or staging bytes; nothing was changed."""
+
+
+class RejectedError(CapacityError):
+    """A publication was refused or dropped at a limit; nothing of it is stored.
+
+    Attributes:
+        code: "staging-bytes", "capture-queue", "publication-queue" or "quota".
+    """
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class QuotaError(RejectedError):
+    """A scope would go over its quota; nothing of the node was staged or published.
+
+    Attributes:
+        scope: whose.
+        used, quota: bytes.
+    """
+
+    def __init__(self, message: str, scope: bytes, used: int, quota: int) -> None:
+        super().__init__(message, "quota")
+        self.scope = scope
+        self.used = used
+        self.quota = quota
 
 
 class LeaseError(CapacityError):

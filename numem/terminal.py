@@ -6,7 +6,6 @@ result, or {"error": one line, "type": class of the error}.
 
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from numem.environment import memory_home, places
 from numem.errors import NotFoundError, NumemError
 
 if TYPE_CHECKING:
@@ -142,23 +142,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str |
     return view
 
 
-def memory_home(given: str | None) -> str:
-    """The memory a command works on: as given, else $NUMEM_MEMORY, else the default below the user's cache."""
-    given = given or os.environ.get("NUMEM_MEMORY")
-    if given:
-        return given
-    from numem.models.registry import cache_dir
-
-    return str(cache_dir() / "memory")
-
-
 @contextmanager
 def open_memory(given: str | None, *, create: bool = False) -> "Iterator[Memory]":
-    """The memory of a command; one that does not exist is refused unless it may be created."""
+    """The memory of a command, through the tiers of the environment; one that does not exist is refused unless it may
+    be created."""
     home = memory_home(given)
     if not create and "://" not in home and not (Path(home) / "catalog").is_dir():
         raise NotFoundError(f"{home}: no memory here; run `numem demo` first, or name one with --memory DIR")
     from numem.store.memory import Memory
 
-    with Memory(home) as memory:
+    with Memory(home, **places()) as memory:
         yield memory

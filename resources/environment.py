@@ -6,7 +6,8 @@ single run may choose (lanes, number of tokens): that is config of the runtime r
     NUMEM_MEMORY        home of the memory: directory or s3:// URL    (default: <cache>/memory)
     NUMEM_LOCAL         local directory of a remote memory            (default: chosen by the store)
     NUMEM_NODE          name of this node                             (default: local)
-    NUMEM_TIERS         more tiers, as "name=url,name=url"            (default: object and ssd)
+    NUMEM_TIERS         its tiers, see `numem.environment`            (default: object and ssd)
+    NUMEM_STORAGE_OPTIONS   see `numem.environment`; never part of a resource's config, which the UI shows
     NUMEM_MODEL         registry key or directory                     (default: smollm2-135m-instruct)
     NUMEM_DTYPE         float32 or bfloat16                           (default: float32)
     NUMEM_MAX_POSITION  context to load the model with, 0: its own    (default: 0)
@@ -19,12 +20,23 @@ from collections.abc import Mapping
 
 import dagster as dg
 
+from numem.environment import LOCAL, MEMORY, NODE, TIERS
 from numem.errors import InputError
 
-MEMORY = "NUMEM_MEMORY"
-LOCAL = "NUMEM_LOCAL"
-NODE = "NUMEM_NODE"
-TIERS = "NUMEM_TIERS"
+__all__ = [
+    "DEFAULT_MODEL",
+    "DTYPE",
+    "LOCAL",
+    "MAX_POSITION",
+    "MEMORY",
+    "MODEL",
+    "NODE",
+    "TIERS",
+    "from_deployment_only",
+    "number",
+    "text",
+]
+
 MODEL = "NUMEM_MODEL"
 DTYPE = "NUMEM_DTYPE"
 MAX_POSITION = "NUMEM_MAX_POSITION"
@@ -40,21 +52,6 @@ def text(name: str, default: str) -> str:
 def number(name: str, default: int) -> int:
     """Like `text`, for whole numbers."""
     return dg.EnvVar.int(name) if os.environ.get(name) else default
-
-
-def parse_tiers(value: str) -> dict[str, str] | None:
-    """Tiers of "name=url,name=url"; None of an empty value.
-
-    Raises:
-        InputError: a part without a name or a URL.
-    """
-    tiers = {}
-    for part in filter(None, (p.strip() for p in value.split(","))):
-        name, _, url = part.partition("=")
-        if not name or not url:
-            raise InputError(f"{TIERS}: {part!r} is not name=url")
-        tiers[name] = url
-    return tiers or None
 
 
 def from_deployment_only(context: dg.InitResourceContext, key: str) -> None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 import dagster as dg
 from pydantic import Field, PrivateAttr
 
-from dagster_project.resources.environment import from_deployment_only, parse_tiers
+from dagster_project.resources.environment import from_deployment_only
 from dagster_project.resources.process import dagster_thread, shared
+from numem.environment import parse_tiers, storage_options
 from numem.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class MemoryResource(dg.ConfigurableResource[Any]):
     home: str = Field(default="", description="Directory or s3:// URL; empty: the user's cache directory.")
     node: str = Field(default="local", description="Name of this node.")
     local: str = Field(default="", description="Directory of spool, locks and local tiers of a remote memory.")
-    tiers: str = Field(default="", description='More tiers, as "name=url,name=url".')
+    tiers: str = Field(default="", description='Tiers, as "name=url;option=value,name=url".')
 
     _memory: Any = PrivateAttr(None)
 
@@ -47,7 +48,13 @@ class MemoryResource(dg.ConfigurableResource[Any]):
         home = self.resolved_home
 
         def open_() -> Memory:
-            return Memory(home, tiers=parse_tiers(self.tiers), node=self.node, local=self.local or None)
+            return Memory(
+                home,
+                tiers=parse_tiers(self.tiers),
+                node=self.node,
+                local=self.local or None,
+                storage_options=storage_options(),  # from the environment alone: config is shown in the UI
+            )
 
         with shared(("memory", home, self.node, self.local, self.tiers), open_, Memory.close) as memory:
             yield memory

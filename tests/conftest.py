@@ -7,6 +7,14 @@ import pytest
 
 from numem import LM, Memory, load_lm
 from tests.model_fixtures import tiny_model, tiny_tokenizer
+from tests.s3_fixtures import faulty, proxy, s3, s3_server, unsafe_s3
+
+__all__ = ["faulty", "memory", "proxy", "s3", "s3_server", "tiny_dir", "tiny_lm", "unsafe_s3"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--crash-count`: how many processes the random crash test kills."""
+    parser.addoption("--crash-count", type=int, default=20, help="processes that the random crash test kills")
 
 
 @pytest.fixture(scope="session")

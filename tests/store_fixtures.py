@@ -16,6 +16,8 @@ from numem.state.node import Node
 from numem.store import barrier
 from numem.store.memory import Memory
 
+Chain = list[tuple[Node, list[bytes]]]
+
 SCOPE = hashlib.sha256(b"numem/tests/store").digest()
 WIDTH = 64
 COUNT = 16

@@ -14,12 +14,18 @@ from typer.testing import CliRunner, Result
 
 import numem.bench
 import numem.bench.report
-from numem.cli import app, emit, fail, guarded, memory_home, open_memory, table
+from numem.cli import app
+from numem.environment import memory_home
 from numem.errors import InputError, NotFoundError
+from numem.terminal import emit, fail, guarded, open_memory, table
 from tests.model_fixtures import tiny_gguf, tiny_model
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("generate", "log", "show", "fork", "verify", "models", "bench")
+WITH_MEMORY = (
+    *("generate", "log", "show", "fork", "verify", "scrub", "maintain", "archive", "forget"),
+    *("tiers", "pin", "unpin", "pins", "demand", "cancel", "demands", "reconcile", "evict"),
+)
+COMMANDS = (*WITH_MEMORY, "doctor", "models", "bench")
 
 
 def numem_(*arguments: str) -> Result:
@@ -29,11 +35,11 @@ def numem_(*arguments: str) -> Result:
 def test_help_lists_the_commands_and_every_one_has_json() -> None:
     listing = numem_("--help").stdout
     assert all(command in listing for command in COMMANDS)
-    for command in (*COMMANDS[:5], "bench"):
+    for command in (*WITH_MEMORY, "doctor", "bench"):
         assert "--json" in numem_(command, "--help").stdout
     for command in ("list", "fetch", "import"):
         assert "--json" in numem_("models", command, "--help").stdout
-    for command in COMMANDS[:5]:
+    for command in WITH_MEMORY:
         assert "--memory" in numem_(command, "--help").stdout
 
 

@@ -15,14 +15,20 @@ from dagster_project.definitions import build_defs, defs
 from dagster_project.instance import open_instance
 from dagster_project.jobs import JOBS
 from dagster_project.partitions import add_batches
-from dagster_project.resources.environment import parse_tiers
 from dagster_project.resources.process import dagster_thread, shared
+from numem.environment import parse_tiers
 from numem.errors import CapacityError, InputError
+from numem.store.config import TierSpec
 
 ROOT = Path(__file__).parents[1]
 
 # key: (parents, kinds, checks)
-GRAPH = {
+MAINTENANCE: dict[str, tuple[list[str], set[str], list[str]]] = {
+    "compacted_store": ([], {"lance"}, ["no_orphans", "store_intact"]),
+    "reconciled_replicas": ([], {"lance"}, []),
+}
+GRAPH: dict[str, tuple[list[str], set[str], list[str]]] = {
+    **MAINTENANCE,
     "prompts": ([], {"json"}, []),
     "prefill": (["prompts"], {"torch"}, []),
     "published_chunks": (["prefill"], {"lance"}, ["chunks_intact", "lineage_closed", "stored_once"]),
@@ -41,9 +47,10 @@ def test_graph_has_its_shape() -> None:
     """dagster#20542, #24148, #33282: assets are listed explicitly, so the graph's edges are pinned."""
     found = {}
     for node in defs.resolve_asset_graph().asset_nodes:
-        assert node.group_name == "inference"
+        maintains = node.key.to_user_string() in MAINTENANCE
+        assert node.group_name == ("maintenance" if maintains else "inference")
         assert node.owners == ["team:numem"]
-        assert node.partitions_def == PROMPT_BATCHES
+        assert node.partitions_def == (None if maintains else PROMPT_BATCHES)
         assert node.code_version and len(node.code_version) == 32
         assert node.description
         found[node.key.to_user_string()] = (
@@ -57,7 +64,7 @@ def test_graph_has_its_shape() -> None:
 def test_partitions_are_batches_only() -> None:
     """dagster#33456, #12441, discussions #21693, #18788: one dimension, and nothing below a batch is a partition."""
     definitions = {node.partitions_def for node in defs.resolve_asset_graph().asset_nodes}
-    assert definitions == {PROMPT_BATCHES}
+    assert definitions == {PROMPT_BATCHES, None}
     assert not isinstance(PROMPT_BATCHES, dg.MultiPartitionsDefinition)
 
 
@@ -65,7 +72,12 @@ def test_only_the_named_job_leaves_the_process() -> None:
     """pudl#4662, dagster#28492: inference runs in process; the job that does not is on this list, without plain fork."""
     names = {job.name: job.executor_def for job in JOBS}
     assert names["continue_prompts"] is dg.in_process_executor
-    assert set(names) == {"continue_prompts", "continue_prompts_multiprocess"}
+    assert {name for name, executor in names.items() if executor is not dg.in_process_executor} == {
+        "continue_prompts_multiprocess"
+    }
+    assert set(names) == {
+        *("continue_prompts", "continue_prompts_multiprocess", "maintain_store", "scrub_store", "reconcile_replicas")
+    }
     for name in names:
         assert defs.resolve_job_def(name).name == name
 
@@ -157,7 +169,7 @@ def test_shared_handle_opens_once_and_closes_last() -> None:
 
 def test_tiers_of_the_environment() -> None:
     assert parse_tiers("") is None
-    assert parse_tiers("object=/a, ssd=s3://b/c") == {"object": "/a", "ssd": "s3://b/c"}
+    assert parse_tiers("object=/a, ssd=s3://b/c") == {"object": TierSpec("/a"), "ssd": TierSpec("s3://b/c")}
     with pytest.raises(InputError, match=r"NUMEM_TIERS: 'ssd' is not name=url"):
         parse_tiers("ssd")
 

@@ -13,7 +13,7 @@ import torch
 
 from numem.errors import InputError, IntegrityError, NotFoundError
 from numem.state.node import Node
-from numem.store import reader, sidecar, volume
+from numem.store import runs, sidecar, volume
 from numem.store.catalog import Facts
 from numem.store.facts import State
 from numem.store.memory import Memory
@@ -136,9 +136,9 @@ def test_short_reads_of_the_file_system_are_completed_or_refused(
     original = os.preadv
     with Memory(tmp_path) as memory:
         put(memory, chain)
-        monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: original(fd, [buffers[0][:777]], at))
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, at, *flags: original(fd, [buffers[0][:777]], at, *flags))
         assert_readable(memory, chain)
-        monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: 0)
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, at, *flags: 0)
         with pytest.raises(IntegrityError, match="too early"):
             _one(memory, chain, 0)
 
@@ -236,7 +236,7 @@ def test_bytes_that_are_not_their_content_id_are_caught_at_promotion(
         (path,) = sidecars(tmp_path / "object")
         flip(path, 100)
         wanted = memory.placements(chain[0][0].pieces[0])[0].xxh3
-        monkeypatch.setattr(reader, "checksum", lambda view: wanted if len(view) == 70_000 else b"")
+        monkeypatch.setattr(runs, "checksum", lambda view: wanted if len(view) == 70_000 else b"")
         report = memory.promote([chain[0][0].id])
         assert "content id" in report.failed[chain[0][0].pieces[0].hex()]
 

@@ -31,9 +31,9 @@ class ARC(Resident):
     def _learn(self, key: Key) -> None:
         first, second = self._once_ghosts, self._again_ghosts
         if key in first:
-            self._target = min(self.capacity, self._target + max(second.used / first.used, 1.0) * first.size(key))
+            self._target = min(self.capacity, self._target + max(second.used // first.used, 1) * first.size(key))
         elif key in second:
-            self._target = max(0.0, self._target - max(first.used / second.used, 1.0) * second.size(key))
+            self._target = max(0.0, self._target - max(first.used // second.used, 1) * second.size(key))
 
     def victims(self, need: int, protected: Protected = nothing, key: Key | None = None) -> list[Key] | None:
         over = self.used + need - self.capacity

@@ -10,7 +10,7 @@ last use of k. L only rises: a key that was valuable once and is used no more is
 """
 
 from numem.policy.protocol import Key
-from numem.policy.ranked import Rank, Ranked
+from numem.policy.ranked import Ranked
 
 
 class Cost(Ranked):
@@ -20,21 +20,19 @@ class Cost(Ranked):
         super().__init__(capacity)
         self._age = 0.0
         self._costs: dict[Key, float] = {}
-        self._values: dict[Key, float] = {}
-
-    def _rank(self, key: Key) -> Rank:
-        return (self._values[key], self._last[key])
-
-    def touch(self, key: Key) -> bool:
-        resident = super().touch(key)
-        if resident:
-            self._values[key] = self._value(key)
-        return resident
 
     def _value(self, key: Key) -> float:
         return self._age + self._uses[key] * self._costs[key] / self._sizes[key]
 
+    def evict(self, key: Key) -> None:
+        if key in self:
+            self._age = max(self._age, self._ranks[key][0])
+        super().evict(key)
+
     def _enter(self, key: Key, size: int, cost: float) -> None:
         super()._enter(key, size, cost)
         self._costs[key] = cost
-        self._values[key] = 0.0
+
+    def _leave(self, key: Key) -> bool:
+        self._costs.pop(key, None)
+        return super()._leave(key)

@@ -1,7 +1,7 @@
 """LFU: the key with the fewest uses goes first, ties to the older use; uses before an eviction count."""
 
 from numem.policy.protocol import Key
-from numem.policy.ranked import Rank, Ranked
+from numem.policy.ranked import Ranked
 
 
 class LFU(Ranked):
@@ -9,5 +9,5 @@ class LFU(Ranked):
 
     leaf_first = False
 
-    def _rank(self, key: Key) -> Rank:
-        return (self._uses[key], self._last[key])
+    def _value(self, key: Key) -> float:
+        return self._uses[key]

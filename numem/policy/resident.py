@@ -7,6 +7,8 @@ from numem.policy.protocol import Key
 class Resident:
     """The account of a resident set; policies add the order."""
 
+    leaf_first = False
+
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise InputError(f"policy: capacity {capacity} holds nothing; give at least 1")

@@ -36,26 +36,31 @@ class S3FIFO(Resident):
         # Victims and protected keys keep their places at the heads of the queues.
         small: list[tuple[Key, int]] = []
         main: list[tuple[Key, int]] = []
-        while over > 0 and (len(self._small) or len(self._main)):
-            if len(self._small) and (10 * self._small.used > self.capacity or not len(self._main)):
-                candidate, size = self._small.popleft()
-                if self._uses[candidate]:
-                    self._main.append(candidate, size)
-                    continue
-                small.append((candidate, size))
-            else:
-                candidate, size = self._main.popleft()
-                if self._uses[candidate] and not protected(candidate):
-                    self._uses[candidate] -= 1
-                    self._main.append(candidate, size)
-                    continue
-                main.append((candidate, size))
-            if not protected(candidate):
-                chosen.append(candidate)
-                over -= size
-        for queue, kept in ((self._small, small), (self._main, main)):
-            for candidate, size in reversed(kept):
-                queue.restore(candidate, size)
+        try:
+            while over > 0 and (len(self._small) or len(self._main)):
+                if len(self._small) and (10 * self._small.used >= self.capacity or not len(self._main)):
+                    candidate, size = self._small.popleft()
+                    if self._uses[candidate]:
+                        self._uses[candidate] = 0
+                        self._main.append(candidate, size)
+                        continue
+                    small.append((candidate, size))
+                    stays = protected(candidate)
+                else:
+                    candidate, size = self._main.popleft()
+                    main.append((candidate, size))
+                    stays = protected(candidate)
+                    if self._uses[candidate] and not stays:
+                        self._uses[candidate] -= 1
+                        self._main.append(*main.pop())
+                        continue
+                if not stays:
+                    chosen.append(candidate)
+                    over -= size
+        finally:
+            for queue, kept in ((self._small, small), (self._main, main)):
+                for candidate, size in reversed(kept):
+                    queue.restore(candidate, size)
         return chosen if over <= 0 else None
 
     def admit(self, key: Key, size: int, cost: float = 1.0, parent: Key | None = None) -> None:

@@ -1,11 +1,11 @@
 """Leaf-first segmented LRU: keys used once go before keys used twice or more, the least recently used first in each."""
 
 from numem.policy.protocol import Key
-from numem.policy.ranked import Rank, Ranked
+from numem.policy.ranked import Ranked
 
 
 class LeafSLRU(Ranked):
     """Two segments; uses before an eviction count, so that a key that comes back enters the second one."""
 
-    def _rank(self, key: Key) -> Rank:
-        return (min(self._uses[key], 2), self._last[key])
+    def _value(self, key: Key) -> float:
+        return min(self._uses[key], 2)

@@ -8,8 +8,15 @@ from numem.state.spec import StateSpec
 KIND = "kv"
 
 
-def chunk_node(chunk: Chunk, scope: bytes, spec: StateSpec, content: bytes, provenance: dict[str, str]) -> Node:
-    """The causal fact of one chunk of attention state."""
+def chunk_node(
+    chunk: Chunk,
+    scope: bytes,
+    spec: StateSpec,
+    content: bytes,
+    provenance: dict[str, str],
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Node:
+    """The causal fact of one chunk of attention state, of a plan in chunks of `chunk_tokens`."""
     cell = chunk_of((0, chunk.start, 0), (spec.members, chunk.count, spec.width), spec.dtype, content)
     return Node(
         id=chunk.id,
@@ -25,7 +32,7 @@ def chunk_node(chunk: Chunk, scope: bytes, spec: StateSpec, content: bytes, prov
             {
                 "id": KIND,
                 "value": {"dtype": spec.dtype, "shape": [spec.members, chunk.end, spec.width]},
-                "chunk_shape": [spec.members, CHUNK_TOKENS, spec.width],
+                "chunk_shape": [spec.members, chunk_tokens, spec.width],
                 "coordinate_space": {"axis": spec.axis, "layout": spec.layout, "origin": 0},
                 "chunks": [cell.model_dump(mode="json")],
                 "attributes": {},

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from numem.errors import IntegrityError, NotFoundError, OutOfPlanError, StoreError
+from numem.errors import DeadlineError, IntegrityError, NotFoundError, OutOfPlanError, StoreError
 from numem.identity.chain import plan
 from numem.identity.digest import content_id
 from numem.identity.fingerprint import Identity
@@ -198,6 +198,10 @@ def _read(
     count = len(hits)
     try:
         fetch(0, len(hits))
+    except DeadlineError as error:
+        # Asking again would wait again: the rest is recomputed.
+        count = 0
+        failure = f"chunks [{hits[0].node.start}, {hits[-1].node.end}): {error}"
     except (IntegrityError, NotFoundError, StoreError):
         # One bad piece must not cost the good ones before it: read them one by one up to the culprit.
         for count, hit in enumerate(hits):

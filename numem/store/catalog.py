@@ -6,7 +6,7 @@ Lance, because the barrier needs the commit in its own hands and importing lance
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,13 @@ from typing import Any
 import filelock
 import pyarrow as pa
 
-from numem.errors import IntegrityError
+from numem.errors import IntegrityError, ReadOnlyError, StoreError
 from numem.state.node import Node
 from numem.store.facts import LOADED, ORDER, BranchFact, Claim, Clock, Event, Placement, Record, Retired, to_json
-from numem.store.index import NodeIndex, PlacementIndex, StaleError, placement_row
+from numem.store.index import NodeIndex, PlacementIndex, StaleError, files_of, placement_row
 from numem.store.ledger import Ledger
-from numem.store.nodes import node_row
-from numem.store.table import FactTable
+from numem.store.nodes import node_of_row, sealed_row
+from numem.store.table import FactTable, rows_of
 from numem.store.urls import Location
 
 
@@ -66,12 +66,17 @@ class Catalog:
         options: Mapping[str, str] | None,
         writer: Callable[[], str],
         clock: Clock,
+        read_only: bool = False,
     ) -> None:
         self.location = home.child("catalog")
+        self._read_only = read_only
         self.clock = clock
         self.tables = {name: FactTable(name, self.location, ledger, options, clock) for name in ORDER}
-        self.nodes = NodeIndex(self.reload)
-        self.placements = PlacementIndex()
+        self._nodes = NodeIndex(self.reload)
+        self._placements = PlacementIndex()
+        self._loaded = self._loading = self._asked = False
+        # Called once, when what lookups need was loaded, to make good for data files that turned out damaged.
+        self.mend: Callable[[], None] = lambda: None
         self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ORDER}
         self._known: dict[str, set[tuple[int, str]]] = {name: set() for name in ORDER}
         self._writer = writer
@@ -87,11 +92,63 @@ class Catalog:
         """Create what is missing of the tables; the caller holds the exclusive right."""
         for table in self.tables.values():
             table.dataset.create()
-        self._sync_ledger()
+        self.sync_ledger()
 
     def open(self) -> None:
-        """Load what lookups need."""
-        self.refresh()
+        """Be ready for lookups. A local catalog is loaded by the first that needs more than `lookup`, `files` or a
+        small table; one on an object store now, since no ledger says how far its sequences have come."""
+        if self._ledger is None:
+            self.load()
+
+    @property
+    def nodes(self) -> NodeIndex:
+        """Nodes by id and parent, loaded on first use."""
+        self.load()
+        return self._nodes
+
+    @property
+    def placements(self) -> PlacementIndex:
+        """Placements by content id, loaded on first use."""
+        self.load()
+        return self._placements
+
+    def load(self) -> None:
+        """Load what lookups need, once; every data file is checked against its digest before."""
+        if self._loaded:
+            return
+        with self._lock:
+            if self._loaded or self._loading:
+                return
+            self._loading = True
+            try:
+                self._refresh(LOADED, True)
+                self.mend()
+                self._loaded = True
+            finally:
+                self._loading = False
+
+    def lookup(self, ids: Sequence[bytes]) -> tuple[Node | None, ...]:
+        """Nodes by causal id, in the order asked for, None where one is not visible.
+
+        The first lookup of a handle that has not loaded the catalog reads the rows it needs and no more (see
+        `FactTable.find`), instead of all data files for their digests. Nothing is believed for that: a row is answered
+        only where the digest that it holds of itself is right, and it names an id that was asked for. What a damaged
+        file can do is to hide a row: the node is then recomputed, and its publication loads the catalog, checks the
+        files and finds it. Where anything is wrong, or a row has no digest, the catalog is loaded.
+        """
+        if not self._loaded and not self._asked:
+            self._asked = True
+            with self._lock, contextlib.suppress(StoreError):
+                return self._find(ids)
+        self.refresh("nodes")
+        return self._nodes.get_many(ids)
+
+    def files(self, tier: str, volume: str) -> set[str]:
+        """Data files of a volume that any placement names; unverified while the catalog is not loaded."""
+        if not self._loaded:
+            with self._lock, contextlib.suppress(StoreError):
+                return set(files_of(self.tables["placements"].scan(("tier", "volume", "file")), tier, volume))
+        return self.placements.files(tier, volume)
 
     def refresh(self, *names: str, force: bool = False) -> None:
         """Take up facts that this or another process appended since (`force`: ask an object store now).
@@ -99,7 +156,13 @@ class Catalog:
         Args:
             names: tables; default those that lookups need. Nodes come with what retired them.
         """
-        for name in ("retired", *names) if "nodes" in names else names or LOADED:
+        wanted = ("retired", *names) if "nodes" in names else names or LOADED
+        if not self._loaded and not set(wanted).isdisjoint(LOADED):
+            self.load()
+        self._refresh(wanted, force)
+
+    def _refresh(self, names: Sequence[str], force: bool) -> None:
+        for name in names:
             table = self.tables[name]
             if table.current(force):
                 continue
@@ -125,6 +188,8 @@ class Catalog:
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """The catalog's lock among threads and, where the home is local, among processes; re-entrant."""
+        if self._read_only:
+            raise ReadOnlyError(f"{self.location.url}: opened with read_only=True; open it without to change anything")
         with self._lock, self._file_lock or contextlib.nullcontext():
             self._depth += 1
             try:
@@ -141,7 +206,7 @@ class Catalog:
                     self.tables[name].append(rows, self._writer())
             for table in self.tables.values():
                 table.index_if_worthwhile()
-            self._sync_ledger()
+            self.sync_ledger()
             self.refresh()
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -181,20 +246,35 @@ class Catalog:
 
     def damaged(self) -> dict[str, str]:
         """Data files of the catalog that are not read -> why."""
+        self.load()
         return {
             f"{table.dataset.name}/{file}": why for table in self.tables.values() for file, why in table.damaged.items()
         }
 
-    def _sync_ledger(self) -> None:
+    def sync_ledger(self) -> None:
+        """Force what the ledger was told to the disk: the last step before an acknowledgement."""
         if self._ledger is not None:
             self._ledger.sync()
+
+    def _find(self, ids: Sequence[bytes]) -> tuple[Node | None, ...]:
+        self._refresh(("retired",), True)
+        if self.tables["retired"].damaged:
+            raise StoreError("catalog/retired: damaged")
+        found = dict.fromkeys(ids)
+        for row in rows_of(self.tables["nodes"].find(ids)):
+            node = node_of_row(row, sealed=True)
+            if node.id not in found:
+                raise IntegrityError(f"catalog/nodes: a row that was not asked for, {node.id.hex()}")
+            if found[node.id] is None and self._nodes.retired(node.id) < row["sequence"]:
+                found[node.id] = node
+        return tuple(found[id] for id in ids)
 
     def _forget(self, name: str) -> None:
         """Drop what was read of a table that is read anew."""
         if name == "nodes":
-            self.nodes.clear()
+            self._nodes.clear()
         elif name == "placements":
-            self.placements.clear()
+            self._placements.clear()
         elif name != "retired":
             self._known[name].clear()
             self._rows[name].clear()
@@ -204,13 +284,13 @@ class Catalog:
     def _take_up(self, table: FactTable, fragments: list[Any]) -> None:
         if table.name == "nodes":
             for fragment, narrow in table.read(fragments, NodeIndex.NARROW):
-                self.nodes.add(narrow, partial(_whole, table, fragment))
+                self._nodes.add(narrow, partial(_rows, table, fragment))
         elif table.name == "placements":
             for _, rows in table.read(fragments):
-                self.placements.add(rows)
+                self._placements.add(rows)
         elif table.name == "retired":
             for _, rows in table.read(fragments):
-                self.nodes.retire(rows)
+                self._nodes.retire(rows)
         else:
             known = self._known[table.name]
             for _, part in table.read(fragments):
@@ -230,7 +310,7 @@ class Catalog:
         if name == "placements":
             return [placement_row(placement) for placement in facts.placements]
         if name == "nodes":
-            return [{"sequence": next_sequence(), **node_row(node)} for node in facts.nodes]
+            return [sealed_row(next_sequence(), node) for node in facts.nodes]
         if name in ("branches", "claims", "retired"):
             return [{slot: getattr(fact, slot) for slot in fact.__slots__} for fact in getattr(facts, name)]
         return [
@@ -239,11 +319,11 @@ class Catalog:
         ]
 
 
-def _whole(table: FactTable, fragment: Any) -> pa.Table:
-    parts = table.read([fragment])
-    if not parts:
+def _rows(table: FactTable, fragment: Any, numbers: Sequence[int]) -> pa.Table:
+    try:
+        return table.take(fragment, numbers)
+    except StoreError as error:
         file = fragment.metadata.files[0].path
         if table.outdated(file):
-            raise StaleError(file)
-        raise IntegrityError(f"{table.dataset.name}: data file {file} cannot be read; run numem verify")
-    return parts[0][1]
+            raise StaleError(file) from error
+        raise IntegrityError(f"{table.dataset.name}: data file {file} cannot be read; run numem verify") from error

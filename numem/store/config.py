@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from numem.errors import InputError
+from numem.policy import DEFAULT
 
-WRITES = ("demand", "through", "selective", "back")
+WRITES = ("demand", "through", "selective", "back", "archive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class TierSpec:
         policy: which pieces leave first, a name in `numem.policy`.
         write: when a piece enters: "demand" by promotion alone, "through" also at publication, "selective" at the
             second touch by a reader. "back", on a tier of this node: publication ends here, the home tier follows.
+            "archive": closed volumes of the home tier are copied there whole, when asked; any fsspec filesystem.
         options: Lance storage options of this tier; None for those of the memory.
 
     Raises:
@@ -27,7 +29,7 @@ class TierSpec:
 
     url: str | os.PathLike[str]
     capacity: int | None = None
-    policy: str = "slru"
+    policy: str = DEFAULT
     write: str = "demand"
     options: Mapping[str, str] | None = None
 

@@ -1,10 +1,12 @@
 """One append-only Lance dataset under numem's commit protocol: write, sync, commit, sync, record in the ledger."""
 
+import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,9 +14,9 @@ import lance
 import pyarrow as pa
 import xxhash
 from blake3 import blake3
-from lance.fragment import write_fragments
+from lance.fragment import FragmentMetadata, write_fragments
 
-from numem.errors import StorageFullError, StoreError
+from numem.errors import RecoveryError, StorageFullError, StoreError
 from numem.store import barrier
 from numem.store.lance_errors import lance_errors
 from numem.store.ledger import Entry, Ledger
@@ -63,7 +65,7 @@ class Dataset:
         schema: Arrow schema of its rows.
         ledger: where acknowledged commits are recorded; None on object stores, which commit atomically.
         options: Lance storage options.
-        whole_files: record a digest of every data file (catalog tables, whose files are small).
+        whole_files: record a digest of every data file; payload lies beside them, so they are small.
     """
 
     def __init__(
@@ -109,7 +111,16 @@ class Dataset:
             if path.exists():
                 # A creation that a crash cut short: no manifest was ever complete, so nothing was acknowledged.
                 shutil.rmtree(path)
-        self.create_new()
+        try:
+            self.create_new()
+        except StoreError as error:
+            # An object store may have it: made earlier, or just now with the reply lost.
+            if path is not None:
+                raise
+            try:
+                self.open()
+            except StoreError:
+                raise error from None
 
     def create_new(self) -> None:
         """Create the empty dataset durably where there is no manifest; data files that are there are let be."""
@@ -137,10 +148,20 @@ class Dataset:
             newest = lance.dataset(self.location.url, storage_options=self._options)
             return any(_file(fragment.metadata) == file for fragment in newest.get_fragments())
 
-    def open(self) -> None:
-        """Open at the newest version."""
-        with lance_errors(f"open {self.name}"):
-            self._lance = lance.dataset(self.location.url, storage_options=self._options)
+    def open(self, version: int | None = None) -> None:
+        """Open at the newest version, or at one; RecoveryError where its manifest on an object store is damaged."""
+        try:
+            with lance_errors(f"open {self.name}"):
+                opened = lance.dataset(self.location.url, version=version, storage_options=self._options)
+            # Lance reads some damaged manifests as a version 0 without rows and columns.
+            if opened.version < 1 or opened.schema.names != self.schema.names:
+                raise StoreError(f"{self.name}: reads as version {opened.version} with columns {opened.schema.names}")
+        except StoreError as error:
+            # What the store answered made no sense; a store that does not answer is an OSError.
+            if self.location.path is None and not isinstance(error.__cause__, OSError):
+                raise RecoveryError(f"{error}; the newest manifest there is damaged, run numem doctor") from error
+            raise
+        self._lance = opened
 
     def changed(self, force: bool = False) -> bool:
         """Whether another handle or process committed since: two system calls where local; where remote one request,
@@ -163,13 +184,14 @@ class Dataset:
         mtime = os.stat(self._watched[2]).st_mtime_ns
         if mtime == self._mtime:
             return False
+        if self._lance.latest_version > self._lance.version:
+            return True
         self._mtime = mtime
-        return bool(self._lance.latest_version > self._lance.version)
+        return False
 
     def refresh(self) -> None:
-        """Move to the newest version."""
-        with lance_errors(f"refresh {self.name}"):
-            self._lance = lance.dataset(self.location.url, storage_options=self._options)
+        """Move to the newest version; see `open`."""
+        self.open()
 
     def append(self, batches: Iterable[pa.RecordBatch]) -> Appended:
         """Append rows as one fragment; see `commit`."""
@@ -228,22 +250,79 @@ class Dataset:
         (fragment,) = fragments
         return Appended(self.version, _file(fragment), fragment)
 
-    def recommit(self, fragments: list[Any], files: Mapping[str, str]) -> None:
-        """Append fragments whose data files exist already (recovery)."""
-        with lance_errors(f"commit to {self.name}"):
-            self._lance = lance.LanceDataset.commit(
-                self.lance, lance.LanceOperation.Append(fragments), read_version=self.version
-            )
-        self.acknowledge(fragments, files)
+    def rewrite(self, old: Sequence[Any], rows: pa.Table) -> bool:
+        """Replace fragments of the open version by one with these rows; False where another rewrite came first.
 
-    def acknowledge(self, fragments: Iterable[Any], files: Mapping[str, str]) -> None:
+        What others append meanwhile stays, behind the rows. Returns when the new version is durable; the old versions
+        and their files stay until `clean_up`.
+        """
+        index = [index.name for index in self.lance.describe_indices()]
+        before = self._data_names()
+        with lance_errors(f"compact {self.name}"):
+            for name in index:
+                self.lance.drop_index(name)
+            new: list[Any] = []
+            if rows.num_rows:
+                new = list(
+                    write_fragments(
+                        rows,
+                        self.lance,
+                        mode="append",
+                        data_storage_version=FORMAT,
+                        storage_options=self._options,
+                        max_rows_per_file=1 << 30,
+                    )
+                )
+            barrier.reached("written", self.name)
+            files = self._sync_data(new, False)
+            group = lance.LanceOperation.RewriteGroup([fragment.metadata for fragment in old], new)
+            try:
+                self._lance = lance.LanceDataset.commit(
+                    self.lance,
+                    lance.LanceOperation.Rewrite([group], []),
+                    read_version=self.version,
+                    storage_options=self._options,
+                )
+            except OSError as error:
+                if "onflict" not in str(error):
+                    raise
+                self._remove_since(before)
+                self.refresh()
+                return False
+        barrier.reached("committed", self.name)
+        everything = [fragment.metadata for fragment in self.lance.get_fragments()]
+        if self._whole_files and self.location.path is not None:
+            files = {_file(one): self._digest(_file(one)) for one in everything}
+        self.acknowledge(everything, files, whole=True)
+        return True
+
+    def clean_up(self, older_than_s: float) -> int:
+        """Remove versions older than this and the files that they alone name; returns the bytes removed."""
+        with lance_errors(f"clean up {self.name}"):
+            stats = self.lance.cleanup_old_versions(
+                older_than=timedelta(seconds=older_than_s), error_if_tagged_old_versions=False
+            )
+        return int(stats.bytes_removed)
+
+    def recommit(self, fragments: list[Any], files: Mapping[str, str], *, whole: bool = False) -> None:
+        """Commit fragments whose data files exist already (recovery): appended, or in place of all (`whole`)."""
+        # Lance numbers those with id 0 in the order given.
+        fragments = [FragmentMetadata.from_json(json.dumps({**one.to_json(), "id": 0})) for one in fragments]
+        operation = (
+            lance.LanceOperation.Overwrite(self.schema, fragments) if whole else lance.LanceOperation.Append(fragments)
+        )
+        with lance_errors(f"commit to {self.name}"):
+            self._lance = lance.LanceDataset.commit(self.lance, operation, read_version=self.version)
+        self.acknowledge(fragments, files, whole=whole)
+
+    def acknowledge(self, fragments: Iterable[Any], files: Mapping[str, str], *, whole: bool = False) -> None:
         """Make the current version durable and note it in the ledger, which the caller syncs."""
         path = self.location.path
         if path is None:
             return
         manifest = manifest_path(path, self.version)
         barrier.sync([manifest], [manifest.parent])
-        self._record(self.version, [fragment.to_json() for fragment in fragments], files)
+        self._record(self.version, [fragment.to_json() for fragment in fragments], files, whole)
 
     def acknowledge_index(self) -> None:
         """Make an index commit that Lance made on the open handle durable."""
@@ -278,16 +357,22 @@ class Dataset:
                 directories.append(sidecars)
             names.append(file)
             if self._whole_files:
-                digests[file.name] = xxhash.xxh3_128_hexdigest(file.read_bytes())
+                digests[file.name] = self._digest(file.name)
         # The first append makes data/ itself, whose name lies in the dataset's root.
         barrier.sync(names, [*directories, path / "data", *([path] if grows else [])])
         return digests
 
-    def _record(self, version: int, fragments: list[Any], files: Mapping[str, str]) -> None:
+    def _digest(self, file: str) -> str:
+        assert self.location.path is not None
+        return str(xxhash.xxh3_128_hexdigest((self.location.path / "data" / file).read_bytes()))
+
+    def _record(self, version: int, fragments: list[Any], files: Mapping[str, str], whole: bool = False) -> None:
         path = self.location.path
         if self._ledger is not None and path is not None:
             self._ledger.append(
-                Entry(self.name, version, digest_file(manifest_path(path, version)), fragments, dict(files))
+                Entry(
+                    self.name, version, digest_file(manifest_path(path, version)), fragments, dict(files), whole=whole
+                )
             )
 
     def _data_names(self) -> frozenset[str]:

@@ -123,11 +123,12 @@ class Claim:
     """What keeps a node, or asks for it, beyond the process that said so. Of several with one `key` the newest holds.
 
     Attributes:
-        kind: "demand" (a replica is wanted in `tier` of `node`), "pin" (soft with an expiry, hard without), "lease".
-        subject: causal id.
+        kind: "demand" (a replica is wanted in `tier` of `node`), "pin" (soft with an expiry, hard without), "lease",
+            "quota" (of a scope).
+        subject: causal id, or the scope.
         tier, node: where; "" for everywhere.
         owner: who claims.
-        priority: of a demand; higher first.
+        priority: of a demand; higher first. Of a quota, its bytes.
         expires: ns since the epoch; 0 for never.
         active: False takes the claim back.
     """

@@ -6,21 +6,25 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from numem.errors import InputError, IntegrityError
-from numem.identity.digest import Buffer, checksum, content_id
+from numem.errors import InputError, IntegrityError, QuotaError
+from numem.identity.digest import Buffer
 from numem.state.node import Node
+from numem.store.capture import require_content
 from numem.store.catalog import Facts
 from numem.store.pieces import Piece
 from numem.store.publish import NodeJob, difference
 from numem.store.reports import PublishReceipt, PublishReport, Ticket
 from numem.store.session import Session
 from numem.store.spool import Staged, StagedPiece
+from numem.store.tier import Tier
 
 
 def stage(parts: Session, node: Node, payloads: Sequence[Buffer]) -> bool:
     """See `Memory.stage`."""
     views = _views(node, payloads)
-    _require_content(node, views, parts.key_of(node.scope))
+    key = parts.key_of(node.scope)
+    for content, view in zip(node.pieces, views, strict=True):
+        require_content(node, content, view, key)
     parts.catalog.refresh("placements", "nodes")
     held = parts.catalog.nodes.get(node.id)
     if held is None and node.id in parts.spool:
@@ -31,6 +35,7 @@ def stage(parts: Session, node: Node, payloads: Sequence[Buffer]) -> bool:
     elif held is not None and held.pieces == node.pieces and not _whole(parts, held):
         held = None  # published, but lost since: staged again to repair it
     if held is None:
+        parts.quotas.require(node, [len(view) for view in views])
         parts.spool.put(node, views)
         parts.stats.add("nodes_staged", 1)
         return True
@@ -66,7 +71,7 @@ def publish_staged(parts: Session, ids: Iterable[bytes] | None) -> PublishReport
         except InputError as error:  # its tenant's salt is not known here; that holds up nobody else
             locked.append(PublishReceipt(entry.node.id, missing=str(error)))
     if jobs:
-        parts.committer.submit(jobs, urgent=True)
+        parts.committer.submit(jobs)
     errors = [error for error in (job.future.exception() for job in jobs) if error is not None]
     receipts = [_settle(parts, job) for job in jobs if job.future.exception() is None]
     receipts += locked
@@ -80,27 +85,44 @@ def publish_staged(parts: Session, ids: Iterable[bytes] | None) -> PublishReport
     return _report(receipts, started)
 
 
-def publish(parts: Session, node: Node, payloads: Sequence[Buffer]) -> Ticket:
+def publish(parts: Session, node: Node, payloads: Sequence[Buffer], queue: str, capture: str) -> Ticket:
     """See `Memory.publish`."""
-    # Digested after the copy: the bytes that are checked are the bytes that are written.
-    copies = [bytes(view) for view in _views(node, payloads)]
-    _require_content(node, copies, parts.key_of(node.scope))
-    captured: Future[None] = Future()
-    captured.set_result(None)
-    published = _future()
+    views = _views(node, payloads)
+    key = parts.key_of(node.scope)
     parts.catalog.refresh("placements", "nodes")
     held = parts.catalog.nodes.get(node.id)
     if held is not None and held.pieces == node.pieces and _whole(parts, held):
+        for content, view in zip(node.pieces, views, strict=True):
+            require_content(node, content, view, key)
+        captured: Future[None] = Future()
+        captured.set_result(None)
+        published = _future()
         published.set_result(already(parts, node.id))
         return Ticket(False, captured, published)
-    pieces = tuple(
-        Piece(content, len(copy), checksum(copy), partial(_copy_into, copy))
-        for content, copy in zip(node.pieces, copies, strict=True)
-    )
-    job = NodeJob(node, pieces, published)
-    parts.committer.submit([job], held_bytes=job.nbytes)
-    published.add_done_callback(lambda _: parts.committer.released(job.nbytes))
-    return Ticket(True, captured, published)
+    entering: Future[PublishReceipt] = Future()
+    try:
+        parts.quotas.require(node, [len(view) for view in views], entering)
+    except QuotaError as error:
+        if queue != "cache":
+            raise
+        return _refused(parts, error)
+    replicated = parts.writes.replicated(node.id)
+    try:
+        ticket = parts.captures.publish(node, views, key, queue=queue, capture=capture)
+    except BaseException:
+        entering.set_result(PublishReceipt(node.id))
+        raise
+    ticket.published.add_done_callback(lambda _: entering.set_result(PublishReceipt(node.id)))
+    return replace(ticket, replicated=replicated)
+
+
+def _refused(parts: Session, error: QuotaError) -> Ticket:
+    captured: Future[None] = Future()
+    published = _future()
+    captured.set_exception(error)
+    published.set_exception(error)
+    parts.stats.add("captures_rejected", 1)
+    return Ticket(False, captured, published)
 
 
 def already(parts: Session, id: bytes) -> PublishReceipt:
@@ -117,7 +139,7 @@ def durable(parts: Session, id: bytes) -> bool:
     """See `Memory.durable`."""
     parts.catalog.refresh("placements", "nodes")
     node = parts.catalog.nodes.get(id)
-    return node is not None and _whole(parts, node)
+    return node is not None and _whole(parts, node, parts.home)
 
 
 def _future() -> "Future[PublishReceipt]":
@@ -141,11 +163,14 @@ def _settle(parts: Session, job: NodeJob) -> PublishReceipt:
     return receipt
 
 
-def _whole(parts: Session, node: Node) -> bool:
-    """Whether every piece is durable in the home tier."""
-    home = parts.home
+def _whole(parts: Session, node: Node, *tiers: Tier) -> bool:
+    """Whether every piece is durable in one of the tiers; default where a publication ends, or comes to in time."""
     return all(
-        any(home.present(placement) for placement in parts.reader.replicas(content, home.name))
+        any(
+            tier.present(placement)
+            for tier in dict.fromkeys(tiers or (parts.home, parts.writes.landing))
+            for placement in parts.reader.replicas(content, tier.name)
+        )
         for content in node.pieces
     )
 
@@ -162,10 +187,6 @@ def _load_staged(entry: Staged, piece: StagedPiece, key: bytes | None, view: mem
     entry.load(piece, view, key)
 
 
-def _copy_into(copy: bytes, view: memoryview) -> None:
-    view[:] = copy
-
-
 def _views(node: Node, payloads: Sequence[Buffer]) -> list[memoryview]:
     if len(payloads) != len(node.pieces):
         raise InputError(f"node {node.id.hex()}: {len(payloads)} payloads for {len(node.pieces)} pieces")
@@ -178,15 +199,6 @@ def _views(node: Node, payloads: Sequence[Buffer]) -> list[memoryview]:
             raise IntegrityError(f"node {node.id.hex()}: the payload of piece {content.hex()} is empty")
         views.append(view.cast("B"))
     return views
-
-
-def _require_content(node: Node, payloads: Sequence[Buffer], key: bytes | None) -> None:
-    for content, payload in zip(node.pieces, payloads, strict=True):
-        found = content_id(payload, key)
-        if found != content:
-            raise IntegrityError(
-                f"node {node.id.hex()}: a payload has content id {found.hex()}, the node says {content.hex()}"
-            )
 
 
 def _report(receipts: Sequence[PublishReceipt], started: float) -> PublishReport:

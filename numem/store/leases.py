@@ -1,8 +1,11 @@
-"""Local leases: what is held is not evicted or collected by this process until released or expired."""
+"""Local leases: what is held is not evicted or collected by this process until released or expired.
+
+They cost no commit, because every prefix lookup takes one. `claims.lease` makes one that other processes see too.
+"""
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import Lock
 from types import TracebackType
 from typing import Self
@@ -15,10 +18,13 @@ TTL_S = 300.0
 class Lease:
     """A hold on causal ids; released once, by `release` or at the end of a with block, else by its deadline."""
 
-    def __init__(self, table: "LeaseTable", ids: tuple[bytes, ...], deadline: float) -> None:
+    def __init__(
+        self, table: "LeaseTable", ids: tuple[bytes, ...], deadline: float, released: Callable[[], None] | None
+    ) -> None:
         self.ids = ids
         self.deadline = deadline
         self._table = table
+        self._on_release = released
         self._released = False
 
     @property
@@ -36,6 +42,8 @@ class Lease:
             raise LeaseError("lease: released already; hold the ids again for another use")
         self._released = True
         self._table.drop(self)
+        if self._on_release is not None:
+            self._on_release()
 
     def __enter__(self) -> Self:
         return self
@@ -55,8 +63,9 @@ class LeaseTable:
         self._leases: set[Lease] = set()
         self.expired = 0
 
-    def hold(self, ids: Iterable[bytes], ttl_s: float = TTL_S) -> Lease:
-        lease = Lease(self, tuple(ids), time.monotonic() + ttl_s)
+    def hold(self, ids: Iterable[bytes], ttl_s: float = TTL_S, released: Callable[[], None] | None = None) -> Lease:
+        """Hold nodes; `released` is called after an explicit release, not after an expiry."""
+        lease = Lease(self, tuple(ids), time.monotonic() + ttl_s, released)
         with self._lock:
             self._expire()
             self._leases.add(lease)

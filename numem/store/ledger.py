@@ -10,7 +10,8 @@ Every writer appends to a file of its own; a reader takes the union. A torn or d
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -32,6 +33,7 @@ class Entry:
         fragments: the fragments that the commit appended, as Lance's JSON.
         files: xxh3-128, hex, of the data files whose whole content is checked at open.
         at: time of the line, ns since the epoch; of two lines for one version the later holds.
+        whole: the commit replaced all fragments before it (a compaction): `fragments` are all that the version has.
     """
 
     dataset: str
@@ -40,6 +42,7 @@ class Entry:
     fragments: Sequence[Mapping[str, Any]]
     files: Mapping[str, str]
     at: int = 0
+    whole: bool = False
 
 
 class Ledger:
@@ -48,10 +51,12 @@ class Ledger:
     Args:
         directory: a local directory.
         name: asked once, at the first line, for the file name of this writer (made of checked names only).
+        now: time of a line, above the sequences of all facts that its commit made durable.
     """
 
-    def __init__(self, directory: Path, name: Callable[[], str]) -> None:
+    def __init__(self, directory: Path, name: Callable[[], str], now: Callable[[], int] = time.time_ns) -> None:
         self._name = name
+        self._now = now
         self._directory = directory
         self._lock = Lock()
         self._descriptor: int | None = None
@@ -65,7 +70,8 @@ class Ledger:
                 "manifest": entry.manifest,
                 "fragments": list(entry.fragments),
                 "files": dict(entry.files),
-                "at": entry.at or time.time_ns(),
+                "at": entry.at or self._now(),
+                "whole": entry.whole,
             },
             separators=(",", ":"),
         ).encode()
@@ -88,15 +94,45 @@ class Ledger:
         """All good lines of all writers: dataset -> version -> entry."""
         found: dict[str, dict[int, Entry]] = {}
         for path in sorted(self._directory.glob("*.ledger")):
-            for line in path.read_bytes().splitlines():
-                check, _, body = line.partition(b" ")
-                if not body or xxhash.xxh3_64_hexdigest(body).encode() != check:
-                    continue
-                entry = Entry(**json.loads(body))
+            for _, entry in _lines(path):
                 versions = found.setdefault(entry.dataset, {})
                 if entry.version not in versions or versions[entry.version].at <= entry.at:
                     versions[entry.version] = entry
         return found
+
+    def faults(self) -> dict[str, int]:
+        """File name -> lines that are torn or damaged, of the files that have some."""
+        counts = {}
+        for path in sorted(self._directory.glob("*.ledger")):
+            written = sum(bool(line) for line in path.read_bytes().splitlines())
+            counts[path.name] = written - sum(1 for _ in _lines(path))
+        return {name: count for name, count in counts.items() if count}
+
+    def trim(self, needed: Callable[[Entry], bool], idle: Callable[[str], AbstractContextManager[bool]]) -> int:
+        """Drop lines that recovery cannot need any more; returns the bytes saved.
+
+        The caller holds the catalog's lock, so that nobody reads the files one by one meanwhile.
+
+        Args:
+            needed: whether a line must stay.
+            idle: whether the writer of a file (by its name) is not running, and held off while the with block lasts.
+        """
+        saved = 0
+        own = self._name()
+        for path in sorted(self._directory.glob("*.ledger")):
+            if path.stem == own:
+                with self._lock:
+                    saved += _rewrite(path, needed)
+                    if self._descriptor is not None:
+                        os.close(self._descriptor)
+                        self._descriptor = None
+                continue
+            with idle(path.stem) as free:
+                if free:
+                    saved += _rewrite(path, needed)
+        if saved:
+            sync_directory(self._directory)
+        return saved
 
     def _open(self) -> int:
         path = self._directory / f"{self._name()}.ledger"
@@ -111,3 +147,35 @@ class Ledger:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, Entry]]:
+    """The good lines of a file; none where it was removed meanwhile."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in data.splitlines():
+        check, _, body = line.partition(b" ")
+        if body and xxhash.xxh3_64_hexdigest(body).encode() == check:
+            yield line, Entry(**json.loads(body))
+
+
+def _rewrite(path: Path, needed: Callable[[Entry], bool]) -> int:
+    """Keep the needed lines of a file, in a new file that takes its name when it is whole."""
+    lines = list(_lines(path))
+    kept = [line for line, entry in lines if needed(entry)]
+    if len(kept) == len(lines):
+        return 0
+    before = path.stat().st_size
+    if not kept:
+        path.unlink()
+        return before
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        file.writelines(line + b"\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+        after = file.tell()
+    os.replace(temporary, path)
+    return before - after

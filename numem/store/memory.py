@@ -23,13 +23,14 @@ from numem.identity.fingerprint import Identity
 from numem.lineage.branches import Branch, Branches, Move
 from numem.state.manifest import Manifest
 from numem.state.node import Node, project
-from numem.store import intake, workspace
+from numem.store import claims, intake, workspace
+from numem.store.capture import PublicationLimits
 from numem.store.care import Care
 from numem.store.catalog import Facts
 from numem.store.config import TierSpec
 from numem.store.facts import Event, Placement, Record, to_json
 from numem.store.index import NodeIndex
-from numem.store.leases import TTL_S, Lease, LeaseTable
+from numem.store.leases import TTL_S, Lease
 from numem.store.reports import (
     PromoteReport,
     PublishReceipt,
@@ -51,6 +52,7 @@ __all__ = [
     "Move",
     "Placement",
     "PromoteReport",
+    "PublicationLimits",
     "PublishReceipt",
     "PublishReport",
     "ReadReport",
@@ -73,10 +75,14 @@ class Memory:
         local: where spool, locks, ssd and quarantine lie; default the home where that is local, else a directory
             under the user's cache.
         storage_options: Lance storage options for remote places (credentials, endpoint, region).
+        limits: how much publication may have under way; default `PublicationLimits()`.
+        read_deadline_s: how long one `read` may take; None for no limit. See `read`.
+        read_only: only look and read: nothing is created, locked or recovered, and every change is a ReadOnlyError.
 
     Raises:
         SchemeError: a place that Lance does not commit to, an unusable name; nothing was written.
         RecoveryError: a catalog without any good version, or one of a newer format.
+        ReadOnlyError: this process cannot write to the home or the local directory.
     """
 
     def __init__(
@@ -87,13 +93,16 @@ class Memory:
         node: str = "local",
         local: str | PathLike[str] | None = None,
         storage_options: Mapping[str, str] | None = None,
+        limits: PublicationLimits | None = None,
+        read_deadline_s: float | None = None,
+        read_only: bool = False,
     ) -> None:
         self._pid = os.getpid()
         self._closed = False
         work = workspace.plan(home, tiers, node, local)
-        self._parts = Session(work, storage_options)
+        self._read_deadline_s = read_deadline_s
+        self._parts = Session(work, storage_options, limits or PublicationLimits(), read_only)
         self._branches = Branches(self._parts.catalog)
-        self._leases = LeaseTable()
         self._at_exit = _close_at_exit(weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -114,7 +123,7 @@ class Memory:
     def register(self, identity: Identity) -> None:
         """Describe a scope, once. A tenant's salt stays in this process; the description does not hold it."""
         parts = self._open()
-        if parts.register(identity):
+        if parts.register(identity) and not parts.read_only:
             parts.committer.submit_facts(Facts(identities=[(identity.scope, identity.describe())]))
 
     def identity(self, scope: bytes) -> dict[str, Any] | None:
@@ -140,7 +149,7 @@ class Memory:
             IntegrityError: a payload is empty or is not what its content id says.
             StorageFullError: nothing was staged.
         """
-        return intake.stage(self._open(), node, payloads)
+        return intake.stage(self._open().require_writes(), node, payloads)
 
     def staged(self, ids: Iterable[bytes] | None = None) -> tuple[Node, ...]:
         """Nodes in the spool (those asked for), parents before children; damaged files are left out."""
@@ -157,19 +166,37 @@ class Memory:
         Raises:
             StorageFullError: what was not published stays staged; call again when there is space.
         """
-        return intake.publish_staged(self._open(), ids)
+        return intake.publish_staged(self._open().require_writes(), ids)
 
-    def publish(self, node: Node, payloads: Sequence[Buffer]) -> Ticket:
-        """Publish in the background, by the next group commit. The payload is copied before this returns.
+    def publish(
+        self, node: Node, payloads: Sequence[Buffer], *, queue: str = "checkpoint", capture: str = "now"
+    ) -> Ticket:
+        """Publish in the background, by the next group commit.
+
+        Args:
+            payloads: one C-contiguous buffer per entry of `node.pieces`.
+            queue: "checkpoint" is never dropped: where the limits are reached this waits. "cache" never waits: it is
+                refused or dropped instead, counted in `stats`, and the ticket says why.
+            capture: "now" copies and digests before this returns. "later" returns at once; the caller holds the
+                buffers, unchanged, until `ticket.captured` is done.
+
+        Returns:
+            A ticket; not accepted where the node is published already, where a limit was reached, and where the memory
+            is closed.
 
         Raises:
-            IntegrityError: a payload is empty or is not what its content id says.
+            IntegrityError: a payload is empty, or (with "now") not what its content id says.
         """
-        return intake.publish(self._open(), node, payloads)
+        parts = self._parts if self._closed else self._open().require_writes()
+        return intake.publish(parts, node, payloads, queue, capture)
 
     def flush(self) -> None:
-        """Return when everything published or recorded before is durable; raises what it failed with."""
-        self._open().committer.flush()
+        """Return when everything published or recorded before is durable; raises what facts failed with. What a
+        publication failed with is in its ticket."""
+        parts = self._open()
+        parts.captures.drain()
+        parts.committer.flush()
+        parts.writes.flush()
 
     # lookup
 
@@ -180,6 +207,13 @@ class Memory:
     def get(self, id: bytes) -> Node | None:
         """A published node by causal id."""
         return self._nodes().get(id)
+
+    def lookup(self, ids: Sequence[bytes]) -> tuple[Node | None, ...]:
+        """Published nodes by causal id, in the order asked for, None where one is missing: one query for all of them.
+
+        On a handle that has looked nothing up yet this does not load the catalog; see `Catalog.lookup`.
+        """
+        return self._open().catalog.lookup(ids)
 
     def children(self, parent: bytes) -> tuple[Node, ...]:
         """Published nodes whose parent is this causal id (or scope), oldest first."""
@@ -240,38 +274,57 @@ class Memory:
 
     # residency
 
-    def hold(self, ids: Iterable[bytes], ttl_s: float = TTL_S) -> Lease:
-        """Keep nodes from eviction until the lease is released (once) or `ttl_s` seconds passed."""
-        self._open()
-        return self._leases.hold(ids, ttl_s)
+    def hold(self, ids: Iterable[bytes], ttl_s: float = TTL_S, *, shared: bool = False) -> Lease:
+        """Keep nodes from eviction until the lease is released (once) or `ttl_s` seconds passed.
+
+        Args:
+            shared: say so to other processes too, which costs a commit now and one at the release.
+        """
+        parts = self._open()
+        return claims.lease(parts, ids, ttl_s) if shared else parts.leases.hold(ids, ttl_s)
 
     def promote(self, ids: Sequence[bytes], tier: str = "ssd") -> PromoteReport:
         """Copy the pieces of nodes into a nearer tier, BLAKE3 verified before they are ready there.
 
+        A tier with a capacity evicts first what its policy values least. Where the disk is full all the same, the
+        report names what was not copied.
+
         Raises:
             NotFoundError: a node that is not published; nothing was copied.
-            StorageFullError: what was not copied is not visible.
+            CapacityError: what is pinned, leased or nowhere else durable leaves too little room; nothing was changed.
         """
-        return self._open().promoter.promote(ids, self._tier(tier))
+        parts = self._open()
+        if tier in parts.hosts:
+            return parts.hosting.promote(ids, tier)
+        return parts.require_writes().promoter.promote(ids, self._tier(tier))
 
-    def read(self, requests: Sequence[tuple[bytes, Buffer]], *, tier: str | None = None) -> ReadReport:
+    def read(
+        self,
+        requests: Sequence[tuple[bytes, Buffer]],
+        *,
+        tier: str | None = None,
+        deadline_s: float | None = None,
+    ) -> ReadReport:
         """Fill buffers with pieces, each verified (length and xxh3-128) before this returns.
 
         Args:
             requests: (content id, writable C-contiguous buffer of exactly the piece's size).
             tier: read from this tier alone; default the nearest that has the piece.
+            deadline_s: how long it may take; default `read_deadline_s`. A local read that has begun is waited for.
 
         Raises:
             NotFoundError: a piece without any ready copy; nothing was read.
+            DeadlineError: not everything came in time; it says how much did. Nothing was quarantined, nothing is written
+                to the buffers any more, and their content is undefined.
             IntegrityError: no copy of a piece is good; each bad one was quarantined with the reason. The buffers'
                 content is undefined then.
         """
         started = time.perf_counter()
         parts = self._open()
-        if tier is not None:
+        if tier is not None and tier not in parts.hosts and tier not in parts.archives:
             self._tier(tier)
         parts.catalog.refresh("placements")
-        report = parts.reader.read(requests, tier)
+        report = parts.reader.read(requests, tier, self._read_deadline_s if deadline_s is None else deadline_s)
         return replace(report, ms=(time.perf_counter() - started) * 1e3)
 
     @property
@@ -283,7 +336,7 @@ class Memory:
 
     def record(self, kind: str, subject: bytes, body: Mapping[str, Any]) -> int:
         """Append a decision or observation (plain JSON) and return its sequence; durable after `flush` or `close`."""
-        parts = self._open()
+        parts = self._open().require_writes()
         try:
             to_json(body)
         except (TypeError, ValueError) as error:
@@ -333,11 +386,14 @@ class Memory:
     @property
     def care(self) -> Care:
         """Maintenance, repair and deletion."""
-        return Care(self._settled())
+        return Care(self._settled().require_writes())
 
     @property
     def recovered(self) -> tuple[Recovered, ...]:
-        """What recovery found and did at open, or when an abandoned volume was taken over since."""
+        """What recovery found and did at open, when the catalog was loaded (this loads it), or when an abandoned volume
+        was taken over since."""
+        if not self._closed:
+            self._parts.catalog.load()
         return tuple(self._parts.recovered)
 
     def verify(self, ids: Iterable[bytes] | None = None, *, deep: bool = True) -> VerifyReport:
@@ -350,19 +406,22 @@ class Memory:
     def stats(self) -> dict[str, int]:
         """Counters since this handle was opened, and the sizes of its indexes."""
         parts = self._open()
-        held = self._leases.held()
+        held = self._parts.leases.held()
         return {
             **parts.stats.snapshot(),
+            **parts.captures.gauges(),
+            "publication_queue": parts.committer.depth,
             "nodes": len(parts.catalog.nodes),
             "leases": sum(held.values()),
-            "leases_expired": self._leases.expired,
+            "leases_expired": self._parts.leases.expired,
+            "failed_attempts": parts.reconciler.failed_attempts,
         }
 
     def usage(self) -> dict[str, int]:
         """Bytes of ready pieces per tier that this node reaches, without padding."""
         parts = self._open()
         parts.catalog.refresh("placements")
-        sizes = dict.fromkeys(parts.tiers, 0)
+        sizes = dict.fromkeys((*parts.tiers, *parts.hosts, *parts.archives), 0)
         for content in parts.catalog.placements.contents():
             for placement in parts.reader.replicas(content):
                 sizes[placement.tier] += placement.nbytes

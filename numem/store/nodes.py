@@ -2,12 +2,18 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
+
+import xxhash
 
 from numem.errors import IntegrityError, ManifestError
 from numem.identity.digest import ID_BYTES
 from numem.state.node import Node
 from numem.store.facts import to_json
+
+# A catalog row ends with a digest of itself, as the last member of its JSON: `,"xxh3":"<32 hex digits>"}`.
+_SEAL: Final = ',"xxh3":"'
+_SEAL_CHARS: Final = len(_SEAL) + 32 + 2
 
 
 def join_ids(ids: tuple[bytes, ...]) -> bytes:
@@ -63,6 +69,43 @@ def node_of(row: Mapping[str, Any]) -> Node:
         )
     except (ManifestError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError(f"node row: not a node ({error})") from error
+
+
+def sealed_row(sequence: int, node: Node) -> dict[str, Any]:
+    """Columns of the catalog's table of nodes, with a digest over all of them but the writer."""
+    row = {"sequence": sequence, **node_row(node)}
+    return {**row, "extras": f'{row["extras"][:-1]}{_SEAL}{_digest(row, row["extras"])}"}}'}
+
+
+def node_of_row(row: Mapping[str, Any], *, sealed: bool = False) -> Node:
+    """The node of a catalog row, its seal checked where it has one.
+
+    Args:
+        sealed: refuse a row without a seal (one that an earlier release wrote).
+
+    Raises:
+        IntegrityError: the row is not a node, or not the one that was written.
+    """
+    text = row["extras"]
+    body, seal = text[:-_SEAL_CHARS] + "}", text[-_SEAL_CHARS:]
+    if seal.startswith(_SEAL):
+        if seal != f'{_SEAL}{_digest(row, body)}"}}':
+            raise IntegrityError("node row: its bytes differ from those that were written")
+    elif sealed:
+        raise IntegrityError("node row: it has no digest of itself")
+    return node_of(row)
+
+
+def _digest(row: Mapping[str, Any], extras: str) -> str:
+    digest = xxhash.xxh3_128()
+    for part in (
+        *(row[name] for name in ("id", "parent", "scope", "applied", "marks", "pieces")),
+        f"{row['kind']}\0{extras}".encode(),
+    ):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    digest.update(f"{row['sequence']} {row['start']} {row['count']}".encode())
+    return digest.hexdigest()
 
 
 _BINARY = ("id", "parent", "scope", "applied", "marks", "pieces")

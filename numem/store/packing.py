@@ -1,14 +1,13 @@
 """How pieces become the rows and the sidecar of one commit.
 
-Where the volume is local the sidecar is written here, by plain file I/O, and described to Lance as packed blobs: one
-copy less than through Lance's writer, which is two to three times slower on a busy machine, offsets aligned with exact
-sizes, and a file descriptor of our own to sync. Where it is remote Lance writes it.
+Where the volume is local the sidecar is written here and described to Lance as packed blobs: no copy on the way (Lance's
+writer, with one, is two to three times slower on a busy machine), offsets aligned with exact sizes, and a file
+descriptor of our own to sync. Where it is remote Lance writes it.
 """
 
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,12 @@ from lance.fragment import DataFile, FragmentMetadata
 from numem.errors import IntegrityError
 from numem.identity.digest import Buffer
 from numem.store.dataset import FORMAT
-from numem.store.pieces import ALIGNMENT, BLOB, NO_CONTENT, SCHEMA, SMALL, Piece, padded
+from numem.store.pieces import BLOB, NO_CONTENT, SCHEMA, SMALL, Piece, aligned, padded
 from numem.store.sidecar import SidecarWriter
 
 Facts = Callable[[Mapping[bytes, str]], str]
 
-_BLOB_ID = 1
+BLOB_ID = 1
 _BATCH_BYTES = 32 << 20
 _BUNDLE_BYTES = 64 << 20
 
@@ -56,37 +55,41 @@ class Row:
 class Packer:
     """Loads pieces and lays them out.
 
+    Args:
+        pieces: taken one after the other while they are written. Another source of a piece that came already is used
+            only where the first turns out to be damaged.
+        facts: see `Volume.append`.
+
     Attributes:
         rows: rows in the order in which they were written.
         damaged: content ids that could not be loaded -> why.
     """
 
-    def __init__(self, pieces: Sequence[Piece], facts: Facts) -> None:
+    def __init__(self, pieces: Iterable[Piece], facts: Facts) -> None:
         self.rows: list[Row] = []
         self.damaged: dict[bytes, str] = {}
-        self._large = [piece for piece in pieces if piece.nbytes >= SMALL]
-        self._small = [piece for piece in pieces if piece.nbytes < SMALL]
+        self._pieces = pieces
+        self._small: list[Piece] = []
+        self._others: dict[bytes, list[Piece]] = {}
         self._facts = facts
 
-    def write_local(self, root: Path, fields: Sequence[int]) -> FragmentMetadata:
-        """Write sidecar and data file below a local dataset's root; returns the fragment to commit.
+    def write_local(self, root: Path, fields: Sequence[int]) -> list[FragmentMetadata]:
+        """Write sidecar and data file below a local dataset's root; returns the one fragment to commit.
 
         Args:
             fields: Lance's ids of the schema's fields.
         """
         file = f"{uuid.uuid4().hex}.lance"
-        with SidecarWriter(root, file, _BLOB_ID) as sidecar:
-            for piece, view in self._loaded_ahead():
-                offset = sidecar.write(view, ALIGNMENT)
+        with SidecarWriter(root, file, BLOB_ID) as sidecar:
+            for piece, view in self._loaded():
                 part = Part(piece.content, piece.nbytes, piece.xxh3, 0)
-                self.rows.append(Row("piece", (part,), piece.nbytes, offset))
-            sidecar.align(ALIGNMENT)
+                self.rows.append(Row("piece", (part,), piece.nbytes, sidecar.write(view)))
             for bundle, parts in self._bundles():
-                self.rows.append(Row("bundle", parts, len(bundle), sidecar.write(bundle, 1)))
+                self.rows.append(Row("bundle", parts, len(bundle), sidecar.write(bundle)))
         self._finish()
         builder = lance.BlobDescriptorArrayBuilder("v")
         blobs = [row for row in self.rows if row.offset >= 0]
-        builder.extend_packed(_BLOB_ID, [row.offset for row in blobs], [row.size for row in blobs])
+        builder.extend_packed(BLOB_ID, [row.offset for row in blobs], [row.size for row in blobs])
         builder.append_null()
         schema = pa.schema([*list(SCHEMA)[:-1], builder.field])
         writer = LanceFileSession(str(root)).open_writer(f"data/{file}", schema=schema, version=FORMAT)
@@ -94,11 +97,11 @@ class Packer:
         writer.close()
         major, minor = (int(part) for part in FORMAT.split("."))
         data = DataFile(file, list(fields), list(range(len(schema))), major, minor, writer.size_bytes)
-        return FragmentMetadata(id=0, files=[data], physical_rows=len(self.rows))
+        return [FragmentMetadata(id=0, files=[data], physical_rows=len(self.rows))]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Record batches with the payload inside, for Lance's writer."""
-        for group in _groups(self._large, _BATCH_BYTES):
+        for group in _groups(list(self._large()), _BATCH_BYTES):
             first = len(self.rows)
             # From Arrow's pool, which keeps freed memory: fresh pages cost more than the copy into them.
             memory = np.frombuffer(pa.allocate_buffer(sum(padded(piece.nbytes) for piece in group)), np.uint8)
@@ -118,21 +121,35 @@ class Packer:
         self._finish()
         yield _batch(self.rows[-1:], pa.ExtensionArray.from_storage(BLOB.type, pa.nulls(1, BLOB.type.storage_type)))
 
-    def _loaded_ahead(self) -> Iterator[tuple[Piece, memoryview]]:
-        """Large pieces that loaded well; the next one is read and hashed while the caller writes this one."""
-        room = max((piece.nbytes for piece in self._large), default=0)
-        buffers = [np.empty(room, np.uint8) for _ in self._large[:2]]
-        views = [buffers[n % 2][: piece.nbytes].data for n, piece in enumerate(self._large)]
-        with ThreadPoolExecutor(1, thread_name_prefix="numem-load") as ahead:
-            coming = [
-                ahead.submit(self._load, piece, view) for piece, view in zip(self._large[:1], views, strict=False)
-            ]
-            for number, piece in enumerate(self._large):
-                good = coming.pop().result()
-                if number + 1 < len(self._large):
-                    coming.append(ahead.submit(self._load, self._large[number + 1], views[number + 1]))
-                if good:
-                    yield piece, views[number]
+    def _large(self) -> Iterator[Piece]:
+        """Large pieces as they come, each once; puts aside the small ones, and other sources of what came already."""
+        for piece in self._pieces:
+            if piece.content in self._others:
+                self._others[piece.content].append(piece)
+                continue
+            self._others[piece.content] = []
+            if piece.nbytes >= SMALL:
+                yield piece
+            else:
+                self._small.append(piece)
+
+    def _again(self) -> Iterator[Piece]:
+        """Large pieces whose first source was damaged before another was known."""
+        for content in list(self.damaged):
+            for piece in self._others[content][:1]:
+                del self.damaged[content]
+                yield piece
+
+    def _loaded(self) -> Iterator[tuple[Piece, memoryview]]:
+        """Large pieces that loaded well, in padded buffers."""
+        for pieces in (self._large(), self._again()):
+            for piece in pieces:
+                view = piece.held
+                if view is None:
+                    view = aligned(piece.nbytes)
+                    if not self._load(piece, view[: piece.nbytes]):
+                        continue
+                yield piece, view
 
     def _bundles(self) -> Iterator[tuple[bytearray, tuple[Part, ...]]]:
         for group in _groups(self._small, _BUNDLE_BYTES):
@@ -150,12 +167,15 @@ class Packer:
         self.rows.append(Row("facts", (Part(NO_CONTENT, 0, b"", 0),), 0, facts=self._facts(self.damaged)))
 
     def _load(self, piece: Piece, view: memoryview) -> bool:
-        try:
-            piece.load(view)
-        except IntegrityError as error:
-            self.damaged[piece.content] = str(error)
-            return False
-        return True
+        for source in (piece, *tuple(self._others[piece.content])):
+            try:
+                source.load(view)
+            except IntegrityError as error:
+                self.damaged.setdefault(piece.content, str(error))
+            else:
+                self.damaged.pop(piece.content, None)
+                return True
+        return False
 
 
 def parts_of(row: Mapping[str, Any]) -> list[Part]:

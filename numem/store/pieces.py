@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import lance
+import numpy as np
 import pyarrow as pa
 
 ALIGNMENT = 4096
@@ -36,12 +37,14 @@ class Piece:
     Attributes:
         content, nbytes, xxh3: its content id, true length and checksum.
         load: fills a buffer of `nbytes` with the bytes, verified against the content id.
+        held: the verified bytes where they are in memory already, in a buffer of `aligned`.
     """
 
     content: bytes
     nbytes: int
     xxh3: bytes
     load: Callable[[memoryview], None]
+    held: memoryview | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,17 @@ class Written:
     version: int
     slots: list[Slot]
     damaged: dict[bytes, str] = field(default_factory=dict)
+
+
+def aligned(nbytes: int) -> memoryview:
+    """A buffer for a piece of `nbytes` that can be written past the page cache: its address and its length (that of
+    the piece, padded with zeros) are multiples of `ALIGNMENT`."""
+    room = padded(nbytes)
+    # From Arrow's pool, which keeps freed memory: fresh pages cost more than the copy into them.
+    buffer = np.frombuffer(pa.allocate_buffer(room + ALIGNMENT), np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    buffer[start + nbytes : start + room] = 0
+    return buffer[start : start + room].data
 
 
 def padded(nbytes: int) -> int:

@@ -4,12 +4,13 @@ Pieces that are durable in the home tier already are not written again. A causal
 content keeps what it has; the difference becomes an event.
 """
 
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from numem.errors import IntegrityError
 from numem.state.node import Node
 from numem.store import barrier
 from numem.store.catalog import Catalog, Facts
@@ -25,17 +26,45 @@ from numem.store.volume import Volume
 GONE = "sidecar missing or cut short"
 
 
-@dataclass(frozen=True, slots=True)
+# Checkpoints are never dropped, whoever publishes one waits; cache entries are dropped where there is no room.
+QUEUES = ("checkpoint", "cache")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class NodeJob:
-    """A node on its way into the memory; one piece per entry of `node.pieces`."""
+    """A node on its way into the memory.
+
+    Attributes:
+        node, pieces: one piece per entry of `node.pieces`.
+        future: of its receipt.
+        queue: one of `QUEUES`.
+        timings: see `Ticket.timings`.
+        started, queued: when it was handed over and when it was captured (`time.perf_counter`).
+    """
 
     node: Node
     pieces: tuple[Piece, ...]
     future: "Future[PublishReceipt]"
+    queue: str = "checkpoint"
+    timings: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+    queued: float = field(default_factory=time.perf_counter)
 
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
+
+    def entered(self) -> None:
+        """A group took it: it cannot be taken back any more."""
+        self.timings["queue"] = (time.perf_counter() - self.queued) * 1e3
+
+    def spent(self, written: float, durable: float, done: float) -> None:
+        """Note the phases of its commit from the moments when they ended."""
+        taken = self.queued + self.timings.get("queue", 0.0) / 1e3
+        self.timings["write"] = max(0.0, written - taken) * 1e3
+        self.timings["barrier"] = (durable - max(written, taken)) * 1e3
+        self.timings["catalog"] = (done - durable) * 1e3
+        self.timings["total"] = (done - self.started) * 1e3
 
 
 class Publisher:
@@ -57,43 +86,84 @@ class Publisher:
         # Written durably, but the catalog commit behind it failed: used by the next group instead of writing again.
         self._uncatalogued: dict[bytes, Placement] = {}
         self._described: set[tuple[str, bytes]] = set()
+        # Told of every group that became durable, before its futures are done: tiers that are written through.
+        self.published: list[Callable[[Sequence[NodeJob]], None]] = []
 
-    def commit(self, jobs: Sequence[NodeJob], facts: Facts) -> None:
-        """Make jobs and facts durable, then resolve the jobs' futures. On an error nothing of the group is visible."""
+    def commit(self, jobs: Iterable[NodeJob], facts: Callable[[], Facts]) -> None:
+        """Make jobs and facts durable, then resolve the jobs' futures. On an error nothing of the group is visible.
+
+        Args:
+            jobs: handed over while they still arrive; their payload is written meanwhile.
+            facts: asked for the facts of the group once there are no more jobs.
+        """
         self._catalog.refresh("placements", "nodes")
-        facts = Facts(**{name: list(getattr(facts, name)) for name in Facts.__slots__})
-        needed = self._needed(jobs, facts)
-        new = [job for job in jobs if job.node.id not in self._catalog.nodes]
+        group: list[NodeJob] = []
+        needed: set[bytes] = set()
+        gone: list[Placement] = []
+        incoming = self._incoming(jobs, group, needed, gone)
         damaged: Mapping[bytes, str] = {}
-        if needed or new:
-            damaged = self._write(list(needed.values()), new)
+        # The first piece to write, or all jobs: without either no volume is touched.
+        first = list(itertools.islice(incoming, 1))
+        moments = [time.perf_counter()]
+        if first or any(job.node.id not in self._catalog.nodes for job in group):
+            damaged = self._write(itertools.chain(first, incoming), group, moments)
+        asked = facts()
+        facts_now = Facts(**{name: list(getattr(asked, name)) for name in Facts.__slots__})
+        facts_now.placements.extend(gone)
+        durable = time.perf_counter()
         with self._catalog.transaction():
             # Others may have published meanwhile: what is looked up here stays true until the facts are appended.
+            needed |= self._write_taken(group, damaged, facts_now)
             written = self._drop_duplicates({content for content in needed if content not in damaged})
-            receipts = self._decide(jobs, damaged, written, facts)
-            facts.placements.extend(self._uncatalogued.values())
-            self._catalog.append(facts)
+            receipts = self._decide(group, damaged, written, facts_now)
+            facts_now.placements.extend(self._uncatalogued.values())
+            self._catalog.append(facts_now)
             self._uncatalogued.clear()
-            receipts = self._confirm(jobs, receipts)
+            receipts = self._confirm(group, receipts)
+            if self._catalog.lock_path is None:
+                late = Facts()
+                if self._write_taken(group, damaged, late):
+                    late.placements.extend(self._uncatalogued.values())
+                    self._catalog.append(late)
+                    self._uncatalogued.clear()
         barrier.reached("durable")
         self._stats.add("group_commits", 1)
-        for job, receipt in zip(jobs, receipts, strict=True):
+        done = time.perf_counter()
+        for tell in self.published:
+            tell(group)
+        for job, receipt in zip(group, receipts, strict=True):
             self._count(receipt)
+            job.spent(moments[-1], durable, done)
             job.future.set_result(receipt)
 
-    def _needed(self, jobs: Sequence[NodeJob], facts: Facts) -> dict[bytes, Piece]:
-        """Pieces that no usable copy in the home tier holds; a copy that is gone is quarantined."""
-        needed: dict[bytes, Piece] = {}
+    def _incoming(
+        self, jobs: Iterable[NodeJob], group: list[NodeJob], needed: set[bytes], gone: list[Placement]
+    ) -> Iterator[Piece]:
+        """Pieces that no usable copy in the home tier holds, as their jobs arrive; one piece from every job that has it,
+        should the first be damaged. Notes the jobs, what is needed, and copies that turn out to be gone."""
         for job in jobs:
+            group.append(job)
             held = self._catalog.nodes.get(job.node.id)
             if held is not None and held.pieces != job.node.pieces:
                 continue
             for piece in job.pieces:
-                if piece.content in needed:
-                    needed[piece.content] = _either(needed[piece.content], piece)
-                elif not self._durable(piece.content, facts):
-                    needed[piece.content] = piece
-        return needed
+                if piece.content in needed or not self._durable(piece.content, gone):
+                    needed.add(piece.content)
+                    yield piece
+
+    def _write_taken(self, group: Sequence[NodeJob], damaged: Mapping[bytes, str], facts: Facts) -> set[bytes]:
+        """Write what a collection took since it was looked up; returns what that was. Where no lock holds collections
+        off, this is asked once more after the nodes are visible: from then on they keep their pieces."""
+        taken: dict[bytes, Piece] = {}
+        for job in group:
+            held = self._catalog.nodes.get(job.node.id)
+            if held is None or held.pieces == job.node.pieces:
+                for piece in job.pieces:
+                    if piece.content not in damaged and not self._durable(piece.content, facts.placements):
+                        taken[piece.content] = piece
+        if taken:
+            self._write(taken.values(), group, [])
+        return set(taken)
 
     def _drop_duplicates(self, written: set[bytes]) -> set[bytes]:
         """What of `written` counts as stored: another writer may have made the same pieces durable while this one
@@ -108,7 +178,7 @@ class Publisher:
             del self._uncatalogued[content]
         return written - late
 
-    def _durable(self, content: bytes, facts: Facts) -> bool:
+    def _durable(self, content: bytes, found_gone: list[Placement]) -> bool:
         if content in self._uncatalogued:
             return True
         for placement in self._catalog.placements.current(content):
@@ -117,14 +187,17 @@ class Publisher:
                     return True
                 gone = placement.turned(self._catalog.clock.next(), State.QUARANTINED, GONE)
                 self._catalog.placements.note(gone)
-                facts.placements.append(gone)
+                found_gone.append(gone)
         return False
 
-    def _write(self, pieces: Sequence[Piece], new: Sequence[NodeJob]) -> Mapping[bytes, str]:
+    def _write(self, pieces: Iterable[Piece], group: Sequence[NodeJob], moments: list[float]) -> Mapping[bytes, str]:
+        """Write pieces durably; `group` is complete once they are. Appends the moment when all was written."""
         described: set[tuple[str, bytes]] = set()
 
         def document(volume: Volume, damaged: Mapping[bytes, str]) -> str:
-            whole = [job.node for job in new if not any(piece in damaged for piece in job.node.pieces)]
+            moments.append(time.perf_counter())
+            new = [job.node for job in group if job.node.id not in self._catalog.nodes]
+            whole = [node for node in new if not any(piece in damaged for piece in node.pieces)]
             identities = {}
             for scope in {node.scope for node in whole}:
                 description = self._describe(scope)
@@ -223,15 +296,3 @@ def difference(held: Node, offered: Node, known: Sequence[Event], clock: Clock) 
     if any(event.subject == held.id and event.body == body for event in known):
         return None
     return Event(clock.next(), "non-determinism", held.id, body)
-
-
-def _either(first: Piece, second: Piece) -> Piece:
-    """A piece loaded from the first source, or from the second where that one is damaged."""
-
-    def load(view: memoryview) -> None:
-        try:
-            first.load(view)
-        except IntegrityError:
-            second.load(view)
-
-    return Piece(first.content, first.nbytes, first.xxh3, load)

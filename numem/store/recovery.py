@@ -6,11 +6,12 @@ files are intact. A catalog table without any good version is made anew in the s
 without its catalog facts is adopted. Files of commits that never happened are swept after a grace.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,8 @@ def recover_dataset(
     root = dataset.location.path
     if root is None:
         return []
-    versions = manifest_versions(root)
     acknowledged = max(entries, default=0)
-    bad: list[tuple[int, str]] = []
-    good = 0
-    for version in versions:
-        reason = manifest_fault(dataset, version, entries.get(version))
-        if not reason:
-            good = version
-            break
-        bad.append((version, reason))
+    good, bad = assess(dataset, entries)
     if not good and rebuild:
         return _rebuild(dataset, entries, bad, quarantine)
     if not good:
@@ -77,6 +70,19 @@ def recover_dataset(
     barrier.sync_directory(root / "_versions")
     report += _step_forward(dataset, entries, good, max([acknowledged, *(version for version, _ in bad)]))
     return report
+
+
+def assess(dataset: Dataset, entries: Mapping[int, Entry]) -> tuple[int, list[tuple[int, str]]]:
+    """(newest version of a local dataset that can be trusted, 0 for none; newer ones and why not). Changes nothing."""
+    root = dataset.location.path
+    assert root is not None
+    bad: list[tuple[int, str]] = []
+    for version in manifest_versions(root):
+        reason = manifest_fault(dataset, version, entries.get(version), stepping=bool(bad))
+        if not reason:
+            return version, bad
+        bad.append((version, reason))
+    return 0, bad
 
 
 def _rebuild(
@@ -117,8 +123,12 @@ def suspicious(dataset: Dataset, entries: Mapping[int, Entry]) -> bool:
     return entry is None or newest < max(entries) or digest_file(manifest_path(root, newest)) != entry.manifest
 
 
-def manifest_fault(dataset: Dataset, version: int, entry: Entry | None) -> str:
-    """Why a version's manifest cannot be trusted; empty where it can."""
+def manifest_fault(dataset: Dataset, version: int, entry: Entry | None, *, stepping: bool = False) -> str:
+    """Why a version's manifest cannot be trusted; empty where it can.
+
+    Args:
+        stepping: an older version than the newest, whose files a clean-up may have removed.
+    """
     root = dataset.location.path
     assert root is not None
     path = manifest_path(root, version)
@@ -126,7 +136,10 @@ def manifest_fault(dataset: Dataset, version: int, entry: Entry | None) -> str:
     if not size:
         return "0 bytes"
     if entry is not None:
-        return "" if digest_file(path) == entry.manifest else "bytes differ from those that were acknowledged"
+        if digest_file(path) != entry.manifest:
+            return "bytes differ from those that were acknowledged"
+        if not stepping:
+            return ""
     with open(path, "rb") as file:
         file.seek(-min(size, len(MAGIC)), os.SEEK_END)
         if file.read() != MAGIC:
@@ -148,22 +161,45 @@ def manifest_fault(dataset: Dataset, version: int, entry: Entry | None) -> str:
     return f"names a data file that is not there: {missing[0]}" if missing else ""
 
 
-def adopt(tier: Tier, volume: Volume, catalog: Catalog, *, everything: bool = False) -> list[Recovered]:
+def adopt(
+    tier: Tier, volume: Volume, catalog: Catalog, entries: Mapping[int, Entry], *, everything: bool = False
+) -> list[Recovered]:
     """Enter payload into the catalog that a writer committed without getting to its catalog facts.
 
     In a transaction: the writer may have catalogued its last commit and ended since the catalog was opened.
 
     Args:
+        entries: acknowledged commits of the volume.
         everything: look at commits that the catalog knows too, because some of its own files were damaged.
     """
     with catalog.transaction():
-        return _adopt(tier, volume, catalog, everything)
+        return _adopt(tier, volume, catalog, entries, everything)
 
 
-def _adopt(tier: Tier, volume: Volume, catalog: Catalog, everything: bool) -> list[Recovered]:
+def altered(dataset: Dataset, entries: Mapping[int, Entry]) -> set[str]:
+    """Data files of a local dataset that do not have the bytes that were acknowledged. Those that are gone are not."""
+    root = dataset.location.path
+    if root is None:
+        return set()
+    expected = {file: digest for entry in entries.values() for file, digest in entry.files.items()}
+    paths = {file: root / "data" / file for file in expected}
+    return {
+        file
+        for file, path in paths.items()
+        if path.is_file() and xxhash.xxh3_128_hexdigest(path.read_bytes()) != expected[file]
+    }
+
+
+def _adopt(
+    tier: Tier, volume: Volume, catalog: Catalog, entries: Mapping[int, Entry], everything: bool
+) -> list[Recovered]:
     dataset = volume.dataset
     known = catalog.placements.files(tier.name, volume.name)
     files = [file for file in dataset.fragments() if everything or file not in known]
+    wrong = altered(dataset, entries).intersection(files) if files else set()
+    report = [Recovered("lost", f"{volume.label}/{file}", "bytes differ from those acknowledged") for file in wrong]
+    files = [file for file in files if file not in wrong]
+    commits = catalog.placements.commits(tier.name, volume.name)
     facts = Facts()
     described = catalog.identities() if files else {}
     for file, number, row in volume.rows(files):
@@ -178,16 +214,19 @@ def _adopt(tier: Tier, volume: Volume, catalog: Catalog, everything: bool) -> li
                 if bytes.fromhex(scope) not in described:
                     facts.identities.append((bytes.fromhex(scope), description))
             facts.nodes.extend(
-                node for node in map(node_from_document, document.get("nodes", ())) if node.id not in catalog.nodes
+                node
+                for node in map(node_from_document, document.get("nodes", ()))
+                # What was retired since it was catalogued stays so.
+                if node.id not in catalog.nodes and catalog.nodes.retired(node.id) < commits.get(file, 1 << 63)
             )
     if not any(p.content != NO_CONTENT for p in facts.placements) and not facts.nodes and not facts.identities:
         if any(file not in known for file in files):
             catalog.append(facts)
-        return []
+        return report
     catalog.append(facts)
     pieces = sum(placement.content != NO_CONTENT for placement in facts.placements)
     detail = f"{pieces} pieces and {len(facts.nodes)} nodes that were committed, but not catalogued"
-    return [Recovered("adopted", volume.label, detail)]
+    return [*report, Recovered("adopted", volume.label, detail)]
 
 
 def sweep(dataset: Dataset, keep: set[str], grace_s: float | None = None) -> list[Recovered]:
@@ -199,25 +238,38 @@ def sweep(dataset: Dataset, keep: set[str], grace_s: float | None = None) -> lis
     root = dataset.location.path
     if root is None or not (root / "data").is_dir():
         return []
+    old, _, foreign = strays(dataset, {*dataset.fragments(), *keep}, grace_s)
+    nbytes = sum(_remove(root / "data" / name) for name in old)
+    report = []
+    if old:
+        detail = f"{len(old)} files of commits that never happened, {nbytes} bytes"
+        report.append(Recovered("swept", dataset.name, detail))
+    if foreign:
+        report.append(Recovered("foreign", dataset.name, f"not numem's, left alone: {', '.join(foreign[:5])}"))
+    return report
+
+
+def strays(
+    dataset: Dataset, named: Iterable[str], grace_s: float | None = None
+) -> tuple[list[str], list[str], list[str]]:
+    """What lies below `data/` of a local dataset and is not `named`: left over and older than the grace, left over or
+    under way, and not numem's. In name order."""
+    root = dataset.location.path
+    if root is None or not (root / "data").is_dir():
+        return [], [], []
     limit = time.time() - (ORPHAN_GRACE_S if grace_s is None else grace_s)
-    entries = list(os.scandir(root / "data"))
-    named = {file.removesuffix(".lance") for file in (*dataset.fragments(), *keep)}
-    removed, nbytes, foreign = 0, 0, []
-    for entry in entries:
-        if entry.name.removesuffix(".lance") in named:
+    stems = {file.removesuffix(".lance") for file in named}
+    old: list[str] = []
+    young: list[str] = []
+    foreign: list[str] = []
+    for entry in sorted(os.scandir(root / "data"), key=lambda entry: entry.name):
+        if entry.name.removesuffix(".lance") in stems:
             continue
         if not _ours(entry):
             foreign.append(entry.name)
-        elif entry.stat().st_mtime <= limit:
-            nbytes += _remove(entry)
-            removed += 1
-    report = []
-    if removed:
-        detail = f"{removed} files of commits that never happened, {nbytes} bytes"
-        report.append(Recovered("swept", dataset.name, detail))
-    if foreign:
-        report.append(Recovered("foreign", dataset.name, f"not numem's, left alone: {', '.join(sorted(foreign)[:5])}"))
-    return report
+        else:
+            (old if entry.stat().st_mtime <= limit else young).append(entry.name)
+    return old, young, foreign
 
 
 def _ours(entry: "os.DirEntry[str]") -> bool:
@@ -227,20 +279,24 @@ def _ours(entry: "os.DirEntry[str]") -> bool:
     return entry.is_file(follow_symlinks=False) and (entry.name.endswith(".lance") or entry.name.startswith(".tmp"))
 
 
-def _remove(entry: "os.DirEntry[str]") -> int:
-    if not entry.is_dir(follow_symlinks=False):
-        nbytes = entry.stat().st_size
-        Path(entry.path).unlink(missing_ok=True)
+def _remove(path: Path) -> int:
+    if not path.is_dir():
+        nbytes = path.stat().st_size
+        path.unlink(missing_ok=True)
         return nbytes
-    nbytes = sum(item.stat().st_size for item in os.scandir(entry.path))
-    shutil.rmtree(entry.path, ignore_errors=True)
+    nbytes = sum(item.stat().st_size for item in path.iterdir())
+    shutil.rmtree(path, ignore_errors=True)
     return nbytes
 
 
 def sweep_spool(spool: Path, grace_s: float | None = None) -> list[Recovered]:
     """Remove half-written spool files that no live process can still be writing."""
     limit = time.time() - (ORPHAN_GRACE_S if grace_s is None else grace_s)
-    late = [path for path in spool.glob(".*.tmp") if path.stat().st_mtime <= limit]
+    late = []
+    for path in spool.glob(".*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # written to its end meanwhile
+            if path.stat().st_mtime <= limit:
+                late.append(path)
     for path in late:
         path.unlink(missing_ok=True)
     return [Recovered("swept", "spool", f"{len(late)} half-written files")] if late else []
@@ -255,27 +311,52 @@ def _step_forward(dataset: Dataset, entries: Mapping[int, Entry], good: int, bur
         with lance_errors(f"recover {dataset.name}"):
             dataset.lance.update_config({"numem.recovered": str(burnt)})
         dataset.acknowledge([], {})
-    present = set(dataset.fragments())
-    fragments: dict[str, Any] = {}
-    digests: dict[str, str] = {}
-    report = []
-    for version in sorted(v for v in entries if v > good):
-        for tree in entries[version].fragments:
-            file = str(tree["files"][0]["path"])
-            if file in present or file in fragments:
-                continue
-            reason = _file_fault(dataset, tree, entries[version])
-            if reason:
-                report.append(Recovered("lost", dataset.name, f"version {version}: {file}: {reason}"))
-            else:
-                fragments[file] = FragmentMetadata.from_json(json.dumps(tree))
-                digests.update({k: v for k, v in entries[version].files.items() if k == file})
-    if fragments:
+    present = dataset.fragments()
+    wanted, lost = replayable(dataset, entries, good, present)
+    report = [Recovered("lost", dataset.name, detail) for detail in lost.values()]
+    fragments = {
+        file: FragmentMetadata.from_json(json.dumps(tree))
+        for file, entry in wanted.items()
+        if entry is not None
+        for tree in entry.fragments
+        if tree["files"][0]["path"] == file
+    }
+    digests = {f: d for entry in wanted.values() if entry is not None for f, d in entry.files.items() if f in fragments}
+    kept = [fragment.metadata for file, fragment in present.items() if file in wanted]
+    if len(kept) < len(present):
+        dataset.recommit([*kept, *fragments.values()], digests, whole=True)
+    elif fragments:
         dataset.recommit(list(fragments.values()), digests)
+    if fragments or len(kept) < len(present):
         report.append(
             Recovered("replayed", dataset.name, f"{len(fragments)} acknowledged commits after version {good}")
         )
     return report
+
+
+def replayable(
+    dataset: Dataset, entries: Mapping[int, Entry], good: int, present: Iterable[str]
+) -> tuple[dict[str, Entry | None], dict[str, str]]:
+    """What a dataset holds once its acknowledged commits after `good` are committed again: (data file -> its commit, None
+    where the good version has it; data file -> why it is lost). Changes nothing.
+
+    Args:
+        present: data files of the good version.
+    """
+    wanted: dict[str, Entry | None] = dict.fromkeys(present)
+    lost: dict[str, str] = {}
+    for version in sorted(v for v in entries if v > good):
+        entry = entries[version]
+        trees = {str(tree["files"][0]["path"]): tree for tree in entry.fragments}
+        bad = {file: _file_fault(dataset, tree, entry) for file, tree in trees.items() if file not in present}
+        if entry.whole and not any(bad.values()):
+            wanted = {file: None if file in present else entry for file in trees}
+            lost.clear()  # what a compaction replaced is not missed
+        elif not entry.whole or not all(before in entries for before in range(good + 1, version)):
+            # A compaction that cannot be read is passed over where what it replaced is here: that says the same.
+            wanted.update({file: entry for file, reason in bad.items() if not reason})
+            lost.update({file: f"version {version}: {file}: {reason}" for file, reason in bad.items() if reason})
+    return wanted, lost
 
 
 def _file_fault(dataset: Dataset, tree: Mapping[str, Any], entry: Entry) -> str:

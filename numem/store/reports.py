@@ -1,8 +1,10 @@
 """What the operations of a memory report."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+
+from numem.errors import ClosedError, RejectedError
 
 Id = bytes
 
@@ -28,19 +30,49 @@ class PublishReceipt:
     conflict: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+def _too_late() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
-    """A publication under way.
+    """A publication under way. It holds no payload, nor do its results.
 
     Attributes:
-        accepted: False for a node that is published already.
-        captured: done when the payload is copied; the caller's buffers are free again.
-        published: done when the node is durable and visible; carries the error where it failed.
+        accepted: whether it entered the first stage; False for a node that is published already, and where it was
+            refused (`rejection` tells them apart).
+        captured: done when the store has its own, digested copy: the caller's buffers are free again. Carries the
+            error where that failed.
+        published: done when the node is durable and visible. Carries the error where it failed; it cannot be
+            cancelled by whoever waits for it (see `cancel`).
+        estimated_bytes: bytes of payload that count against the staging budget.
+        timings: ms per phase, filled in as phases end: "capture" (copy and digest), "queue", "write" (payload, with
+            whatever else the group waited for), "barrier" (sync, commit, sync), "catalog", "total".
+        replicated: where publication ends in a tier that is written back: done when the home tier has the node too.
     """
 
     accepted: bool
     captured: "Future[None]"
     published: "Future[PublishReceipt]"
+    estimated_bytes: int = 0
+    timings: Mapping[str, float] = field(default_factory=dict)
+    _cancel: Callable[[], bool] = field(default=_too_late, repr=False)
+    replicated: "Future[None] | None" = None
+
+    @property
+    def rejection(self) -> str:
+        """Why it was refused or dropped, as "code: sentence"; empty where it was not (or not yet)."""
+        error = self.published.exception() if self.published.done() else None
+        if isinstance(error, RejectedError):
+            return f"{error.code}: {error}"
+        return f"closed: {error}" if isinstance(error, ClosedError) else ""
+
+    def cancel(self) -> bool:
+        """Take it back, whole: True where it had not entered a commit; `published` then carries CancelledError.
+
+        False changes nothing: it is durable, in the commit under way, or failed already.
+        """
+        return self._cancel()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,38 @@
 """The parts of one open memory: built, recovered and closed together."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from numem.errors import InputError, RecoveryError, StoreError
+from numem.errors import InputError, ReadOnlyError
 from numem.identity.digest import framed_sha256
 from numem.identity.fingerprint import Identity
-from numem.store import recovery
+from numem.store import maintain, opening
+from numem.store.archive import Archive
+from numem.store.background import Background
+from numem.store.capture import CaptureStage, PublicationLimits
 from numem.store.catalog import Catalog, Facts
 from numem.store.committer import Committer
-from numem.store.dataset import manifest_versions
+from numem.store.epoch import leases_at
+from numem.store.evict import Evictor
 from numem.store.facts import Clock, Placement
+from numem.store.holders import Holders
+from numem.store.host import Host
+from numem.store.hosting import Hosting
+from numem.store.leases import LeaseTable
 from numem.store.ledger import Entry, Ledger
 from numem.store.promote import Promoter
 from numem.store.publish import Publisher
+from numem.store.quota import Quotas
 from numem.store.reader import Reader
+from numem.store.reconcile import Reconciler
 from numem.store.reports import Recovered
 from numem.store.spool import Spool
 from numem.store.stats import Stats
 from numem.store.tier import Tier, TierConfig, WriterLock
 from numem.store.verify import Verifier
-from numem.store.workspace import Workspace, owner, prepare
+from numem.store.workspace import Workspace, owner, prepare, require_made, require_writable
+from numem.store.writes import Writes
 
 
 def content_key(salt: bytes) -> bytes | None:
@@ -32,19 +43,32 @@ def content_key(salt: bytes) -> bytes | None:
 class Session:
     """Everything behind a `Memory`, after its places were checked."""
 
-    def __init__(self, work: Workspace, options: Mapping[str, str] | None) -> None:
+    def __init__(
+        self,
+        work: Workspace,
+        options: Mapping[str, str] | None,
+        limits: PublicationLimits,
+        read_only: bool = False,
+    ) -> None:
+        if read_only:
+            require_made(work, options)
+        else:
+            require_writable(work)
         self.work = work
+        self.options = options
+        self.read_only = read_only
         self.recovered: list[Recovered] = []
         self.stats = Stats()
+        self._commits = 0
         self.clock = Clock()
         self._keys: dict[bytes, bytes] = {}
         self._identities: dict[bytes, dict[str, Any]] = {}
-        self._owner = owner(work)
+        self._owner = "" if read_only else owner(work)
         # Closed in reverse order, whatever one of them raises.
         with contextlib.ExitStack() as opened:
             self.writers = WriterLock(work.locks)
             opened.callback(self.writers.release)
-            self.ledger = Ledger(work.ledger, self._writer_name)
+            self.ledger = Ledger(work.ledger, self._writer_name, self.clock.next)
             opened.callback(self.ledger.close)
             self.catalog = Catalog(
                 work.home,
@@ -53,8 +77,10 @@ class Session:
                 options,
                 self._writer_name,
                 self.clock,
+                read_only,
             )
-            prepare(work, options, self.catalog.create)
+            if not read_only:
+                prepare(work, options, self.catalog.create)
             self.tiers = {
                 name: Tier(
                     TierConfig(name, place, work.node_of(name), self._owner, work.specs[name]),
@@ -66,18 +92,71 @@ class Session:
                 for name, place in work.tiers.items()
             }
             self.home = self.tiers[work.home_tier]
+            self.epochs = leases_at(work.home, options)
             self.spool = Spool(work.spool)
-            self.reader = Reader(self.catalog, list(self.tiers.values()), self.stats, self.quarantine)
-            opened.callback(self.reader.close)
-            self.publisher = Publisher(self.catalog, self.home, self.stats, self._prepare_volume, self._identities.get)
-            self.committer = Committer(self.publisher.commit)
-            opened.callback(self.committer.close)
-            self.promoter = Promoter(
-                self.catalog, self.reader, self.stats, self._prepare_volume, self.key_of, self.quarantine
+            self.hosts = {name: Host(nbytes, work.specs[name].policy) for name, nbytes in work.hosts.items()}
+            identity = require_made(work, options)
+            self.archives = {
+                name: Archive(name, url, work.specs[name].options or options, self.catalog, work.home_tier, identity)
+                for name, url in work.archives.items()
+            }
+            self.reader = Reader(
+                self.catalog,
+                list(self.tiers.values()),
+                self.stats,
+                self.quarantine,
+                self.hosts,
+                self.archives,
+                work.home_tier,
             )
+            opened.callback(self.reader.close)
+            self.leases = LeaseTable()
+            self.evictor = Evictor(self)
+            self.promoter = Promoter(self)
+            self.reconciler = Reconciler(self)
+            self.background = Background(
+                {
+                    "reconcile": self.reconciler.reconcile,
+                    "writes": lambda: self.writes.work(),
+                    "tidy": lambda: maintain.tidy(self),
+                }
+            )
+            self.holders = Holders(self.catalog)
+            self.quotas = Quotas(self)
+            self.writes = Writes(self, lambda: self.background.signal("writes"))
+            opened.callback(self.writes.close)
+            opened.callback(self.background.close)  # after the committer, whose last groups it copies
+            self.reader.touched += [self.evictor.touched, self.writes.touched]
+            self.hosting = Hosting(self.hosts, work.specs, self.catalog, self.reader, self.key_of)
+            self.reader.touched.append(self.hosting.touched)
+            self.publisher = Publisher(
+                self.catalog, self.writes.landing, self.stats, self.prepare_volume, self._identities.get
+            )
+            self.publisher.published.append(
+                lambda jobs: self.hosting.published(piece for job in jobs for piece in job.pieces)
+            )
+            self.publisher.published.append(self.writes.published)
+            self.publisher.published.append(lambda jobs: self._tidy_if_due())
+            self.committer = Committer(
+                self.publisher.commit, limits.max_pending_publications, self.evictor.make_space
+            )
+            opened.callback(self.committer.close)
+            self.captures = CaptureStage(self.committer, self.stats, limits)
+            opened.callback(self.captures.close)
             self.verifier = Verifier(self.catalog, self.reader, self._present, self.key_of, self.quarantine)
-            self._recover()
+            if read_only:
+                opening.look(self)
+            else:
+                opening.recover(self)
+                self.writes.resume()
+            for archive in self.archives.values():
+                archive.refresh()
             self._opened = opened.pop_all()
+
+    def _tidy_if_due(self) -> None:
+        self._commits += 1
+        if self._commits % maintain.TIDY_COMMITS == 0:
+            self.background.signal("tidy")
 
     def register(self, identity: Identity) -> bool:
         """Remember an identity; True where the catalog does not know it yet."""
@@ -107,93 +186,65 @@ class Session:
     def quarantine(self, placement: Placement) -> None:
         """Stop using a replica now, and record why with the next commit."""
         self.catalog.placements.note(placement)
-        self.committer.submit_facts(Facts(placements=[placement]))
+        if not self.read_only:
+            self.committer.submit_facts(Facts(placements=[placement]))
+
+    def require_writes(self) -> "Session":
+        """These parts, unless the memory was opened for reading alone."""
+        if self.read_only:
+            raise ReadOnlyError(f"memory {self.work.home.url}: opened with read_only=True; open it without to change it")
+        return self
+
+    def trim_ledger(self) -> int:
+        """Drop ledger lines that a compaction or a removed volume made useless; returns the bytes saved."""
+        with self.catalog.exclusive():
+            entries = self.ledger.read()
+            whole = {
+                name: max((version for version, entry in versions.items() if entry.whole), default=0)
+                for name, versions in entries.items()
+            }
+            shelves = {tier.label: tier.shelf for tier in self.tiers.values()}
+
+            def needed(entry: Entry) -> bool:
+                place, _, name = entry.dataset.rpartition("/")
+                if place in shelves:
+                    return shelves[place].exists(name)
+                return entry.version >= whole[entry.dataset]
+
+            return self.ledger.trim(needed, self._idle)
+
+    @contextlib.contextmanager
+    def _idle(self, writer: str) -> Iterator[bool]:
+        """Whether a writer of this node, by its name, is not running; held off for the time of the with block."""
+        prefix, _, number = writer.rpartition(".w")
+        if prefix != f"{self.work.node}.{self._owner[:16]}" or not number.isdigit():
+            yield False
+            return
+        with self.writers.borrowed(int(number)) as free:
+            yield free
+
+    def volume_gone(self, tier: str, volume: str) -> bool:
+        """Whether a volume of a tier that this node reaches was removed."""
+        if any(tier == self.home.name and archive.holds(volume) for archive in self.archives.values()):
+            return False
+        return tier in self.tiers and not self.tiers[tier].shelf.exists(volume)
+
+    @property
+    def writer(self) -> str:
+        """Name of this process, which every row of the catalog carries: node, local state, number."""
+        return self._writer_name()
 
     def close(self) -> None:
         """Drain and let go."""
         self._opened.close()
 
     def _present(self, placement: Placement) -> bool:
-        return self.tiers[placement.tier].present(placement)
+        tier = self.tiers.get(placement.tier)
+        return tier is None or tier.present(placement)
 
     def _writer_name(self) -> str:
         return f"{self.work.node}.{self._owner[:16]}.w{self.writers.number:03d}"
 
-    def _recover(self) -> None:
-        entries = self.ledger.read()
-        for table in self.catalog.tables.values():
-            mine = entries.get(table.dataset.name, {})
-            if self.catalog.lock_path is not None and recovery.suspicious(table.dataset, mine):
-                with self.catalog.exclusive():
-                    # Read again: another process may have committed, or recovered, since.
-                    mine = self.ledger.read().get(table.dataset.name, {})
-                    if not mine and table.dataset.missing():
-                        table.dataset.create()  # a table that the release which made this memory did not have
-                        continue
-                    self.recovered += recovery.recover_dataset(table.dataset, mine, self.work.quarantine, rebuild=True)
-            table.expect({file: digest for entry in mine.values() for file, digest in entry.files.items()})
-        self.catalog.open()
-        for table in self.catalog.tables.values():
-            if self.catalog.lock_path is not None and table.dataset.has_strays():
-                with self.catalog.exclusive():
-                    self.recovered += recovery.sweep(table.dataset, set())
-        damaged = self.catalog.damaged()
-        for file, reason in damaged.items():
-            self.recovered.append(Recovered("lost", file, f"{reason}; its facts are not used"))
-        # Facts are gone: what of them the volumes hold is taken from there.
-        everything = any(report.kind in ("lost", "rebuilt") for report in self.recovered)
-        for tier in self.tiers.values():
-            self._recover_tier(tier, entries, everything)
-        self.recovered += recovery.sweep_spool(self.work.spool)
-
-    def _recover_tier(self, tier: Tier, entries: Mapping[str, Mapping[int, Entry]], everything: bool) -> None:
-        """Look after the volumes of writers that are not running; with `everything`, read those of all others too."""
-        seen = set()
-        for number in tier.writer_numbers():
-            with self.writers.borrowed(number) as mine:
-                if mine:
-                    names = tier.own_volumes(number)
-                    for name in names if everything else names[-1:]:
-                        self._recover_volume(tier, name, entries, everything)
-                        seen.add(name)
-        for name in tier.volumes() if everything else ():
-            if name not in seen:
-                self._adopt_foreign(tier, name)
-
-    def _adopt_foreign(self, tier: Tier, name: str) -> None:
-        """Take facts from a volume that another node or a running process appends to; nothing in it is changed."""
-        volume = tier.volume(name)
-        root = volume.location.path
-        if root is not None and not manifest_versions(root):
-            return
-        try:
-            self.recovered += recovery.adopt(tier, volume, self.catalog, everything=True)
-        except StoreError as error:
-            self.recovered.append(Recovered("lost", volume.label, str(error)))
-
-    def _recover_volume(
-        self, tier: Tier, name: str, entries: Mapping[str, Mapping[int, Entry]], everything: bool = False
-    ) -> bool:
-        volume = tier.volume(name)
-        mine = entries.get(volume.label, {})
-        root = volume.location.path
-        try:
-            if root is not None:
-                if not manifest_versions(root) and not mine:
-                    return True  # marked, but never created: `open_volume` ends its creation
-                if recovery.suspicious(volume.dataset, mine):
-                    self.recovered += recovery.recover_dataset(volume.dataset, mine, self.work.quarantine)
-                known = self.catalog.placements.files(tier.name, name)
-                stems = {path.name.removesuffix(".lance") for path in (root / "data").glob("*")}
-                if not everything and stems == {file.removesuffix(".lance") for file in known}:
-                    return True
-            self.recovered += recovery.adopt(tier, volume, self.catalog, everything=everything)
-            self.recovered += recovery.sweep(volume.dataset, self.catalog.placements.files(tier.name, name))
-        except (RecoveryError, StoreError) as error:
-            # Its sidecars may still be read and verified; it is only never appended to again.
-            self.recovered.append(Recovered("lost", volume.label, str(error)))
-            return False
-        return True
-
-    def _prepare_volume(self, tier: Tier, name: str) -> bool:
-        return self._recover_volume(tier, name, self.ledger.read())
+    def prepare_volume(self, tier: Tier, name: str) -> bool:
+        """Recover a volume that an earlier process left; False where it must not be appended to again."""
+        return opening.recover_volume(self, tier, name, self.ledger.read())

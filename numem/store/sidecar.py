@@ -5,10 +5,13 @@ concatenation of payloads. That is an internal of Lance, so it is compared with 
 is first used, and `volume.py` falls back to that reader where they disagree.
 """
 
+import errno
+import fcntl
 import os
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -16,11 +19,14 @@ from typing import Self
 
 from numem.errors import IntegrityError
 from numem.identity.digest import Buffer
+from numem.store.pieces import ALIGNMENT
 
 # preadv takes at most IOV_MAX buffers and returns at most 2 GiB - 4 KiB.
 _IOV_MAX = 1024
 _CALL_BYTES = 1 << 30
 _OPEN_FILES = 128
+# Bytes that wait for the write under way; then the caller waits too.
+_AHEAD_BYTES = 8 << 20
 # numem names data files by 32 hex digits, Lance's writer by binary digits and hex digits.
 _DATA_FILE = re.compile(r"[0-9a-f]+\.lance")
 
@@ -71,6 +77,20 @@ class SidecarFiles:
             skip += got
         return total
 
+    def read_resident(self, path: Path, offset: int, buffers: Sequence[Buffer]) -> bool:
+        """Fill consecutive buffers from the page cache alone, by one call; False where not all of it is there.
+
+        Raises:
+            OSError: the file is missing or unreadable.
+        """
+        try:
+            got = os.preadv(self._descriptor(path).number, list(buffers[:_IOV_MAX]), offset, os.RWF_NOWAIT)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+                return False
+            raise
+        return got == sum(len(buffer) for buffer in buffers)
+
     def forget(self, path: Path) -> None:
         """Close a sidecar, so that the next read sees the file that has the name now."""
         with self._lock:
@@ -93,7 +113,11 @@ class SidecarFiles:
 
 
 class SidecarWriter:
-    """Writes the sidecar of one data file. A context manager; the file is made at the first write.
+    """Writes the sidecar of one data file, from front to back. A context manager: all is written when it ends.
+
+    A thread writes while the caller loads and digests what comes next; what has come meanwhile goes out in one call.
+    Padded bytes go past the page cache where the file system allows it: the sync that follows finds little to do, and
+    the cache keeps what restores need. (Pages of a cache that still has to grow cost several times the write.)
 
     Args:
         root: of a local dataset.
@@ -104,27 +128,70 @@ class SidecarWriter:
     def __init__(self, root: Path, file: str, blob: int) -> None:
         self._path = root / sidecar_name(file, blob)
         self._descriptor = -1
+        self._direct = False
         self._end = 0
+        self._coming: list[memoryview] = []
+        self._pending = 0
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="numem-write")
+        self._writing: Future[None] | None = None
 
-    def write(self, data: Buffer, alignment: int) -> int:
-        """Append bytes at the next multiple of `alignment`; returns where they start."""
+    def write(self, data: Buffer) -> int:
+        """Append bytes, which are left alone from now on; returns where they start, a multiple of 4 KiB for as long as
+        all lengths are.
+
+        Raises:
+            OSError: of this write or of an earlier one.
+        """
         if self._descriptor < 0:
-            self._path.parent.mkdir(parents=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        start = -(-self._end // alignment) * alignment
+            self._open()
         view = memoryview(data).cast("B")
-        at = start
-        while len(view):
-            done = os.pwrite(self._descriptor, view[:_CALL_BYTES], at)
-            view, at = view[done:], at + done
-        self._end = at
+        start = self._end
+        self._end += len(view)
+        self._coming.append(view)
+        self._pending += len(view)
+        if self._writing is None or self._writing.done() or self._pending >= _AHEAD_BYTES:
+            self._send()
         return start
 
-    def align(self, alignment: int) -> None:
-        """Let the file end at a multiple of `alignment`, with zeros."""
-        if self._descriptor >= 0:
-            self._end = -(-self._end // alignment) * alignment
-            os.ftruncate(self._descriptor, self._end)
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(self._path, flags, 0o644)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        else:
+            self._direct = True
+
+    def _send(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+        views, self._coming = self._coming, []
+        self._writing = self._worker.submit(self._write_out, views, self._end - self._pending)
+        self._pending = 0
+
+    def _write_out(self, views: list[memoryview], at: int) -> None:
+        if self._direct and any(len(view) % ALIGNMENT for view in views):
+            self._through_cache()
+        while views:
+            try:
+                done = os.pwritev(self._descriptor, [view[:_CALL_BYTES] for view in views[:_IOV_MAX]], at)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._through_cache()  # a device with larger blocks, or a file system that promised too much
+                continue
+            at += done
+            while views and done >= len(views[0]):
+                done -= len(views.pop(0))
+            if done:
+                views[0] = views[0][done:]
+
+    def _through_cache(self) -> None:
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)
+        self._direct = False
 
     def __enter__(self) -> Self:
         return self
@@ -132,8 +199,14 @@ class SidecarWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+        try:
+            if error is None and self._writing is not None:
+                self._send()
+                self._writing.result()
+        finally:
+            self._worker.shutdown()
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
 
 
 class _Descriptor:

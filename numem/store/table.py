@@ -1,9 +1,14 @@
 """One catalog table: an append-only Lance dataset of facts, read fragment by fragment."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+import mmap
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
@@ -45,6 +50,8 @@ class FactTable:
         self._loaded = 0
         self._indexed = 0
         self._appended = False
+        # Data file and rows of the last append, which are taken up next and need not be read back for that.
+        self._own: tuple[str, pa.Table] | None = None
         self._digests: dict[str, str] = {}
         self.replaced = False
         self.damaged: dict[str, str] = {}
@@ -62,7 +69,9 @@ class FactTable:
         if self.dataset.changed(force=True):
             # Versions are cleaned up behind a handle that was not refreshed for long: it could not commit on its own.
             self.dataset.refresh()
-        self.dataset.append([pa.record_batch(columns, schema=self.schema)])
+        batch = pa.record_batch(columns, schema=self.schema)
+        appended = self.dataset.append([batch])
+        self._own = (appended.file, pa.Table.from_batches([batch]))
         self._appended = True
 
     def index_if_worthwhile(self) -> None:
@@ -111,9 +120,12 @@ class FactTable:
         for file, fragment in fragments.items():
             if file not in self._seen:
                 self._seen.add(file)
-                if self._intact(file):
-                    fresh.append(fragment)
-        return fresh
+                fresh.append(fragment)
+        return self.sound(fresh)
+
+    def sound(self, fragments: Sequence[Any]) -> list[Any]:
+        """Those whose data files have the bytes that were acknowledged; the others are named in `damaged`."""
+        return [fragment for fragment in fragments if self._intact(str(fragment.metadata.files[0].path))]
 
     def outdated(self, file: str) -> bool:
         """Whether the newest version does not name a data file any more: it was compacted, and is no damage."""
@@ -145,8 +157,100 @@ class FactTable:
             self._clock.observe(pc.max(table.column("sequence")).as_py())
         return parts
 
+    def take(self, fragment: Any, numbers: Sequence[int]) -> pa.Table:
+        """Rows of a fragment by their numbers in it.
+
+        Raises:
+            StoreError: the data file cannot be read.
+        """
+        with lance_errors(f"read {self.dataset.name}"):
+            rows = fragment.take(list(numbers), columns=self.schema.names)
+        if rows.num_rows != len(numbers):
+            raise StoreError(f"{self.dataset.name}: {rows.num_rows} rows where {len(numbers)} were asked for")
+        return rows
+
+    def find(self, values: Sequence[bytes]) -> pa.Table:
+        """Rows whose key is one of these, in commit order, without loading the table. Nothing of them is verified.
+
+        One scan of the key column, then the rows by number. The BTREE is no faster before millions of rows: keys are
+        digests, so that 200 of them lie in all of its pages, which a handle that has not loaded any must read.
+        """
+        key = KEYS[self.name]
+        keys = column(self.scan((key,)), key)
+        found = np.flatnonzero(pc.is_in(keys, value_set=pa.array(values, keys.type)).to_numpy(zero_copy_only=False))
+        with lance_errors(f"read {self.dataset.name}"):
+            return self.dataset.lance.take(found.tolist(), columns=self.schema.names)
+
+    def scan(self, columns: Sequence[str]) -> pa.Table:
+        """Columns of all rows of the newest version, in commit order, without loading the table or verifying it."""
+        if self.dataset.changed(force=True):
+            self.dataset.refresh()
+        with lance_errors(f"read {self.dataset.name}"):
+            return self.dataset.lance.scanner(columns=list(columns), scan_in_order=True).to_table().combine_chunks()
+
+    def compact(self, keep: Callable[[pa.Table], pa.Table], *, settled_ns: int | None, least: int) -> int:
+        """Replace the fragments by one with the rows that `keep` leaves of theirs; returns the fragments replaced.
+
+        The caller holds the catalog's lock, or a maintenance lease where there is none.
+
+        Args:
+            settled_ns: replace only fragments whose facts are older than this sequence: rows appended meanwhile would
+                stand before the rewritten ones, so the youngest must be older than any race for being first.
+            least: fragments below which nothing is done, unless `keep` drops a quarter of the rows; 0 for any change.
+        """
+        self.dataset.refresh()
+        parts = self.read(list(self.dataset.fragments().values()))
+        if self.damaged:
+            return 0  # what cannot be read is not thrown away here; see `doctor`
+        if settled_ns is not None:
+            parts = list(itertools.takewhile(lambda part: _newest(part[1]) < settled_ns, parts))
+        if not parts:
+            return 0
+        rows = pa.concat_tables([rows for _, rows in parts]).combine_chunks()
+        kept = keep(rows)
+        dropped = rows.num_rows - kept.num_rows
+        if (len(parts) < (least or len(parts) + 1) and dropped < (rows.num_rows / 4 if least else 1)) or (
+            len(parts) == 1 and not dropped
+        ):
+            return 0
+        if not self.dataset.rewrite([fragment for fragment, _ in parts], kept):
+            return 0
+        self._indexed, self._appended = 0, True
+        return len(parts)
+
+    def drop_damaged(self, quarantine: Path) -> dict[str, str]:
+        """Commit a version without the damaged data files, of which a copy is kept; file -> what was lost and why.
+
+        The caller holds the catalog's lock, and took what else says the same (the volumes) into the catalog before.
+        """
+        self.dataset.refresh()
+        fragments = self.dataset.fragments()
+        kept = self.sound(list(fragments.values()))
+        self.read(kept)  # names what Lance cannot read
+        bad = {file: why for file, why in self.damaged.items() if file in fragments}
+        if not bad:
+            return {}
+        root = self.dataset.location.path
+        for file in bad:
+            path = None if root is None else root / "data" / file
+            if path is not None and path.is_file():
+                quarantine.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, quarantine / f"catalog-{self.name}.{file}.{time.time_ns()}")
+        whole = [fragment.metadata for file, fragment in fragments.items() if file not in bad]
+        digests = {file: digest for file, digest in self._digests.items() if file in fragments and file not in bad}
+        self.dataset.recommit(whole, digests, whole=True)
+        self._indexed, self._appended = 0, True
+        for file in bad:
+            self.damaged.pop(file)
+        return {
+            file: f"{fragments[file].metadata.physical_rows} rows of {self.name}: {why}" for file, why in bad.items()
+        }
+
     def _scan(self, fragments: Sequence[Any], columns: Sequence[str] | None) -> pa.Table:
         names = list(columns) if columns is not None else self.schema.names
+        own, self._own = self._own, None
+        if own is not None and [str(fragment.metadata.files[0].path) for fragment in fragments] == [own[0]]:
+            return own[1].select(names)
         with lance_errors(f"read {self.dataset.name}"):
             table = self.dataset.lance.scanner(columns=names, fragments=list(fragments), scan_in_order=True).to_table()
             return table.select(names).combine_chunks()
@@ -157,16 +261,31 @@ class FactTable:
         if expected is None or path is None:
             return True
         try:
-            found = xxhash.xxh3_128_hexdigest((path / "data" / file).read_bytes())
+            with open(path / "data" / file, "rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as data:
+                found = xxhash.xxh3_128_hexdigest(data)
         except OSError as error:
             self.damaged[file] = f"unreadable: {error.strerror}"
+            return False
+        except ValueError:
+            self.damaged[file] = "empty"  # which cannot be mapped
             return False
         if found != expected:
             self.damaged[file] = "bytes differ from those that were acknowledged"
         return found == expected
 
 
+def _newest(rows: pa.Table) -> int:
+    return int(pc.max(rows.column("sequence")).as_py()) if rows.num_rows else 0
+
+
 def column(table: pa.Table, name: str) -> Any:
     """A column of a combined table as one array."""
     values = table.column(name)
     return values.chunk(0) if values.num_chunks else pa.array([], values.type)
+
+
+def rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows as dictionaries: `Table.to_pylist`, several times as fast."""
+    names = table.column_names
+    columns = (table.column(name).to_pylist() for name in names)
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]

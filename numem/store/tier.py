@@ -1,8 +1,6 @@
 """A tier: a set of volumes at one location, of which this process appends to its own newest."""
 
-import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,20 +10,24 @@ from threading import RLock
 import filelock
 
 from numem.errors import IntegrityError, StoreError
-from numem.store import barrier
 from numem.store.config import TierSpec
 from numem.store.facts import Placement
 from numem.store.ledger import Ledger
 from numem.store.objects import Objects
 from numem.store.pieces import CLOSE_BYTES, CLOSE_COMMITS, Piece, Written, padded
+from numem.store.shelf import VOLUME, Shelf
 from numem.store.sidecar import SidecarFiles
 from numem.store.urls import Location
 from numem.store.volume import Volume
 
-_VOLUME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\.w\d{3}\.\d{6}")
 # Nearer to compute first. Names that are not listed stand between ssd and object.
 _CLOSE_LEAST = 1 << 20
 _RANKS = {"gpu": 0, "host": 1, "ram": 1, "ssd": 2, "object": 4, "archive": 5}
+
+
+def rank_of(tier: str) -> int:
+    """How far from compute a tier is, by its name: lower is nearer. Names that are not listed stand before object."""
+    return _RANKS.get(tier, 3)
 
 
 class WriterLock:
@@ -101,7 +103,7 @@ class TierConfig:
 
     @property
     def rank(self) -> int:
-        return _RANKS.get(self.name, 3)
+        return rank_of(self.name)
 
     @property
     def close_bytes(self) -> int:
@@ -129,10 +131,13 @@ class Tier:
         self._options = options
         self._writers = writers
         self._lock = RLock()
+        self._appending = RLock()  # not `_lock`: readers ask for volumes while an append takes its time
         self._volumes: dict[str, Volume] = {}
         self._checked: dict[str, bool] = {}
         self._writing: tuple[Volume, int] | None = None
+        self._closed: set[str] = set()
         self.objects = None if config.location.local else Objects(config.location, options)
+        self.shelf = Shelf(config.location, self.objects, config.owner)
 
     def reachable(self, placement: Placement) -> bool:
         """Whether this node can read a placement."""
@@ -143,11 +148,11 @@ class Tier:
         with self._lock:
             found = self._volumes.get(name)
             if found is None:
-                if not _VOLUME.fullmatch(name):
+                if not VOLUME.fullmatch(name):
                     raise StoreError(f"tier {self.name}: {name!r} is not the name of a volume")
                 found = self._volumes[name] = Volume(
                     name,
-                    f"{self._label()}/{name}",
+                    f"{self.label}/{name}",
                     self.config.location.child(f"{name}.lance"),
                     self._ledger,
                     self._options,
@@ -179,36 +184,71 @@ class Tier:
 
     def own_volumes(self, number: int) -> list[str]:
         """Volumes that a writer number of this node made, oldest first."""
-        return [name for name in self._marked(f"{self._node}.w{number:03d}.") if self._owned(name)]
+        return [name for name in self.shelf.marked(f"{self._node}.w{number:03d}.") if self.shelf.owned(name)]
 
     def volumes(self) -> list[str]:
         """Volumes of every node and writer, in name order."""
-        return self._marked("")
+        return [name for name in self.shelf.marked() if self.shelf.exists(name)]
 
     def writer_numbers(self) -> list[int]:
         """Writer numbers of this node that ever made a volume here."""
-        return sorted({int(name.split(".")[1][1:]) for name in self._marked(f"{self._node}.w")})
+        return sorted({int(name.split(".")[1][1:]) for name in self.shelf.marked(f"{self._node}.w")})
 
-    def _marked(self, prefix: str) -> list[str]:
-        """Volumes with a creation marker, in name order."""
-        if self.objects is not None:
-            names = self.objects.names(prefix)
-        elif self.config.location.path is not None and self.config.location.path.is_dir():
-            names = [path.name for path in self.config.location.path.glob(f"{prefix}*.volume")]
-        else:
-            names = []
-        volumes = (name.removesuffix(".volume") for name in names if name.endswith(".volume"))
-        return sorted(name for name in volumes if _VOLUME.fullmatch(name))
+    def closed_volumes(self) -> list[str]:
+        """Volumes that nobody appends to any more: their writer has a newer one."""
+        marked = self.shelf.marked()
+        newest = {name.rsplit(".", 1)[0]: name for name in marked}
+        return [name for name in marked if name not in newest.values() and self.shelf.exists(name)]
+
+    def seal_volumes(self) -> list[str]:
+        """Close the volumes that writers of this node would go on with, for good: the next ones are made now. Those that
+        another live process writes are left to it."""
+        sealed = []
+        with self._appending, self._lock:
+            for number in self.writer_numbers():
+                with self._writers.borrowed(number) as mine:
+                    last = "".join(self.shelf.marked(f"{self._node}.w{number:03d}.")[-1:])
+                    if mine and self.shelf.owned(last) and self.shelf.exists(last) and self.volume(last).commits > 1:
+                        volume = self._make_next(number, last)
+                        if self._writing is not None and self._writing[0].name == last:
+                            self._writing = (volume, 0)
+                        sealed.append(last)
+        return sealed
+
+    def close_volume(self) -> str | None:
+        """Append no more to the volume that this process writes; returns its name. The next append makes a new one."""
+        with self._appending, self._lock:
+            if self._writing is None:
+                return None
+            (volume, _), self._writing = self._writing, None
+            self._closed.add(volume.name)
+            return volume.name
+
+    def seal(self, name: str) -> None:
+        """Never append to a volume again, though it has room; it is about to go."""
+        with self._lock:
+            self._closed.add(name)
+
+    def writes(self, name: str) -> bool:
+        """Whether this process appends to a volume at the moment."""
+        with self._lock:
+            return self._writing is not None and self._writing[0].name == name
+
+    def forget_volume(self, name: str) -> None:
+        """Let go of what is held open of a volume that was removed."""
+        with self._lock:
+            self._volumes.pop(name, None)
+            self._checked.pop(name, None)
 
     def append(
-        self, pieces: Sequence[Piece], facts: Callable[[Volume, Mapping[bytes, str]], str], prepare: Prepare
+        self, pieces: Iterable[Piece], facts: Callable[[Volume, Mapping[bytes, str]], str], prepare: Prepare
     ) -> tuple[Volume, Written]:
         """Append pieces to this process's volume, durably; one thread at a time. See `Volume.append`.
 
         Args:
             prepare: recovers a volume that an earlier process left, before it is appended to; False closes it.
         """
-        with self._lock:
+        with self._appending:
             volume = self._open_volume(prepare)
             written = volume.append(pieces, partial(facts, volume))
             if self._writing is not None:
@@ -223,48 +263,30 @@ class Tier:
                     return volume
                 self._writing = None
                 return self._create_next(volume.name)
-            names = self.own_volumes(self._writers.number)
-            if names and prepare(self, names[-1]):
-                volume = self.volume(names[-1])
+            last = "".join(self.shelf.marked(f"{self._node}.w{self._writers.number:03d}.")[-1:])
+            if last and last not in self._closed and self.shelf.owned(last) and prepare(self, last):
+                volume = self.volume(last)
                 volume.create()
                 size = volume.payload_bytes()
                 if size < self.config.close_bytes and volume.commits < CLOSE_COMMITS:
                     self._writing = (volume, size)
                     return volume
-            return self._create_next(names[-1] if names else "")
+            return self._create_next(last)
 
     def _create_next(self, after: str) -> Volume:
+        volume = self._make_next(self._writers.number, after)
+        self._writing = (volume, 0)
+        return volume
+
+    def _make_next(self, writer: int, after: str) -> Volume:
         number = int(after.rsplit(".", 1)[1]) + 1 if after else 1
-        while True:
-            name = f"{self._node}.w{self._writers.number:03d}.{number:06d}"
-            marker = json.dumps({"format": 1, "node": self._node, "owner": self.config.owner}).encode()
-            if self._mark(name, marker):
-                volume = self.volume(name)
-                volume.create()
-                self._writing = (volume, 0)
-                return volume
+        while not self.shelf.mark(name := f"{self._node}.w{writer:03d}.{number:06d}", self._node):
             number += 1
+        volume = self.volume(name)
+        volume.create()
+        return volume
 
-    def _mark(self, name: str, marker: bytes) -> bool:
-        path = self.config.location.path
-        if path is None:
-            assert self.objects is not None
-            return self.objects.create(f"{name}.volume", marker)
-        barrier.make_directory(path)
-        temporary = path / f".{name}.{self.config.owner}.tmp"
-        return barrier.write_exclusive(path / f"{name}.volume", marker, temporary)
-
-    def _owned(self, name: str) -> bool:
-        path = self.config.location.path
-        try:
-            if path is not None:
-                marker = json.loads((path / f"{name}.volume").read_bytes())
-            else:
-                assert self.objects is not None
-                marker = json.loads(self.objects.read(f"{name}.volume"))
-        except (OSError, ValueError):
-            return False
-        return isinstance(marker, dict) and marker.get("owner") == self.config.owner
-
-    def _label(self) -> str:
+    @property
+    def label(self) -> str:
+        """The tier's name in the ledger and in messages; with its node where it is not shared."""
         return f"{self.name}@{self.config.node}" if self.config.node else self.name

@@ -12,6 +12,9 @@ from numem.errors import SchemeError
 # home of an open volume: a commit there is not atomic, not shared or not kept.
 SCHEMES = ("file", "s3", "gs", "az")
 
+# Filesystems of fsspec that closed volumes may be copied to: each keeps what it was given, under the name it was given.
+ARCHIVE_SCHEMES = ("file", "memory", "s3", "gs", "az", "abfs", "sftp", "hdfs")
+
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//|:)|[^/]*::")
 
@@ -81,6 +84,32 @@ def locate(what: str, value: object) -> Location:
     if parts.query or parts.fragment:
         raise SchemeError(f"{what}: {value!r} carries a query or fragment; pass options as storage_options")
     return Location(f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}", None)
+
+
+def locate_archive(what: str, value: object) -> str:
+    """Check the URL of an archive: an absolute path, or scheme://place on one of `ARCHIVE_SCHEMES`.
+
+    Raises:
+        SchemeError: another scheme, chained URLs, credentials in the URL.
+    """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise SchemeError(f"{what}: {value!r} is not a path or URL")
+    scheme = value.split(":", 1)[0].lower()
+    if not _URL.match(value) or scheme == "file":
+        return locate(what, value).url
+    parts = urlsplit(value)
+    if scheme not in ARCHIVE_SCHEMES or "::" in value:
+        raise SchemeError(
+            f"{what}: {_without_credentials(value)!r} is on a scheme that numem does not archive to; "
+            f"use a local directory or one of {', '.join(ARCHIVE_SCHEMES)}"
+        )
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise SchemeError(f"{what}: credentials and options do not belong into a URL; pass them as the tier's options")
+    if not parts.netloc + parts.path.strip("/"):
+        raise SchemeError(f"{what}: {value!r} names no place")
+    return f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}"
 
 
 def _without_credentials(url: str) -> str:

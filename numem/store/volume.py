@@ -7,7 +7,8 @@ Rows of one commit, in this order:
     facts    no payload: the nodes and identities published with this commit, so that a catalog can be rebuilt
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from numem.store.dataset import Dataset
 from numem.store.facts import Placement
 from numem.store.lance_errors import lance_errors
 from numem.store.ledger import Ledger
-from numem.store.packing import Facts, Packer, Row, parts_of
+from numem.store.packing import BLOB_ID, Facts, Packer, Row, parts_of
 from numem.store.pieces import SCHEMA, SMALL, Piece, Slot, Written
 from numem.store.sidecar import SidecarFiles, sidecar_name
 from numem.store.urls import Location
@@ -31,7 +32,8 @@ class Volume:
         self.name = name
         self.label = label
         self.location = location
-        self._dataset = Dataset(label, location, SCHEMA, ledger, options)
+        self._dataset = Dataset(label, location, SCHEMA, ledger, options, whole_files=True)
+        self._agreed = False
 
     def create(self) -> None:
         self._dataset.create()
@@ -51,10 +53,11 @@ class Volume:
             return 0
         return sum(entry.stat().st_size for entry in (path / "data").glob("*/*.blob"))
 
-    def append(self, pieces: Sequence[Piece], facts: Facts) -> Written:
+    def append(self, pieces: Iterable[Piece], facts: Facts) -> Written:
         """Write pieces durably as one commit; a piece whose `load` finds damage is left out and named.
 
         Args:
+            pieces: may still arrive while the first are written; of several with one content id one is written.
             facts: called with the damaged pieces (content id -> reason) once all are loaded; returns the JSON of the
                 facts row.
 
@@ -67,11 +70,17 @@ class Volume:
             appended = self._dataset.append(packer.batches())
         else:
             fields = [field.id() for field in self._dataset.lance.lance_schema.fields()]
-            appended = self._dataset.commit(lambda: [packer.write_local(root, fields)])
-        return Written(appended.version, self._slots(appended.file, packer.rows), packer.damaged)
+            appended = self._dataset.commit(partial(packer.write_local, root, fields))
+        if root is not None and self._agreed:
+            slots = [slot for number, row in enumerate(packer.rows) for slot in _slots(appended.file, number, row)]
+        else:
+            slots = self._read_back(appended.file, packer.rows)
+            self._agreed = True
+        return Written(appended.version, slots, packer.damaged)
 
-    def _slots(self, file: str, rows: Sequence[Row]) -> list[Slot]:
-        """Where Lance says that the rows lie, compared with where they were written."""
+    def _read_back(self, file: str, rows: Sequence[Row]) -> list[Slot]:
+        """Where Lance says that the rows lie, compared with where they were written. Where numem wrote them itself the
+        first commit of a process to the volume is compared, for the others it is known."""
         slots: list[Slot] = []
         for (_, number, found), row in zip(self.rows([file]), rows, strict=True):
             blob = found["v"] or {"blob_id": 0, "position": 0, "size": 0}
@@ -133,3 +142,10 @@ def slots_of(file: str, number: int, row: Mapping[str, Any]) -> Iterator[Slot]:
     for part in parts_of(row):
         offset = blob["position"] + part.skip
         yield Slot(part.content, part.nbytes, part.xxh3, file, blob["blob_id"], offset, number, part.skip)
+
+
+def _slots(file: str, number: int, row: Row) -> Iterator[Slot]:
+    """Where the pieces of a row lie that numem wrote itself."""
+    blob = BLOB_ID if row.offset >= 0 else 0
+    for part in row.parts:
+        yield Slot(part.content, part.nbytes, part.xxh3, file, blob, max(row.offset, 0) + part.skip, number, part.skip)

@@ -7,6 +7,7 @@ home/ledger/  locks/     digests of acknowledged commits, and the catalog's lock
 local/spool/             staged nodes
 local/locks/             writers of this node
 local/nodes/<node>/ssd/  payload volumes of the node's own tier
+local/probes/            object stores that passed the start-up probe, by a digest of their bucket
 local/quarantine/        damaged manifests and spool files, kept for inspection
 """
 
@@ -21,12 +22,13 @@ from pathlib import Path
 
 import filelock
 
-from numem.errors import RecoveryError, SchemeError
+from numem.errors import InputError, NotFoundError, ReadOnlyError, RecoveryError, SchemeError, StoreError
 from numem.store import barrier
 from numem.store.config import TierSpec
 from numem.store.lance_errors import lance_errors
 from numem.store.objects import Objects
-from numem.store.urls import Location, locate, require_name
+from numem.store.probe import require_safe
+from numem.store.urls import Location, locate, locate_archive, require_name
 
 FORMAT = 1
 HOME_TIER = "object"
@@ -46,6 +48,7 @@ class Workspace:
     tiers: Mapping[str, Location]
     home_tier: str
     specs: Mapping[str, TierSpec]
+    archives: Mapping[str, str]
 
     @property
     def spool(self) -> Path:
@@ -66,6 +69,11 @@ class Workspace:
     @property
     def catalog_lock(self) -> Path | None:
         return None if self.home.path is None else self.home.path / "locks" / "catalog.lock"
+
+    @property
+    def hosts(self) -> dict[str, int]:
+        """Tiers in RAM and their bytes."""
+        return {name: spec.capacity or 0 for name, spec in self.specs.items() if spec.url == HOST}
 
     def node_of(self, tier: str) -> str:
         """ "" for a tier that every node sees, else this node."""
@@ -99,22 +107,40 @@ def plan(
         require_name("tier", name): spec if isinstance(spec, TierSpec) else TierSpec(spec)
         for name, spec in tiers.items()
     }
-    named = {name: locate(f"tier {name!r}", spec.url) for name, spec in specs.items() if spec.url != HOST}
+    for name, spec in specs.items():
+        if spec.url == HOST and spec.capacity is None:
+            raise InputError(f'tier {name!r}: memory of this process needs a capacity; TierSpec("host", capacity=...)')
+        if spec.url == HOST and spec.write in ("back", "archive"):
+            raise InputError(f"tier {name!r}: memory of this process does not last; write it through, selective or demand")
+    archives = {
+        name: locate_archive(f"tier {name!r}", spec.url) for name, spec in specs.items() if spec.write == "archive"
+    }
+    named = {
+        name: locate(f"tier {name!r}", spec.url)
+        for name, spec in specs.items()
+        if spec.url != HOST and name not in archives
+    }
     if not named:
         raise SchemeError("tiers: at least one tier that lasts is needed")
     home_tier = HOME_TIER if HOME_TIER in named else next(iter(named))
     if specs[home_tier].write != "demand":
         raise SchemeError(f"tier {home_tier!r}: it is the home tier, which every publication writes; leave write out")
-    _apart({"catalog": where.child("catalog"), **{f"tier {name!r}": at for name, at in named.items()}})
-    return Workspace(where, place, node, named, home_tier, specs)
+    apart = named | {name: Location(url, None) for name, url in archives.items()}
+    _apart({"catalog": where.child("catalog"), **{f"tier {name!r}": at for name, at in apart.items()}})
+    return Workspace(where, place, node, named, home_tier, specs, archives)
 
 
 def prepare(work: Workspace, options: Mapping[str, str] | None, create: Callable[[], None]) -> None:
     """Make the memory where it is new: exactly one process creates, the others wait for it.
 
     Raises:
+        BackendError: an object store without a guarantee that commits rest on; nothing was written there.
         RecoveryError: made by a newer numem, or a creation elsewhere that never ended.
     """
+    places = [(work.home, options)]
+    for name, at in work.tiers.items():
+        places.append((at, options if work.specs[name].options is None else work.specs[name].options))
+    require_safe(places, work.local / "probes")
     with lance_errors(f"memory {work.home.url}"):
         if work.home.path is None:
             _prepare_remote(work, options, create)
@@ -128,6 +154,39 @@ def prepare(work: Workspace, options: Mapping[str, str] | None, create: Callable
                     create()
                     barrier.write_exclusive(marker, _new_marker(), marker.with_name(f".{_MARKER}.tmp"))
         _require_format(marker.read_bytes(), str(marker))
+
+
+def require_made(work: Workspace, options: Mapping[str, str] | None) -> str:
+    """The random id of a memory that was made before; nothing is written.
+
+    Raises:
+        NotFoundError: there is no memory.
+        RecoveryError: made by a newer numem, or its marker is damaged.
+    """
+    what = f"{work.home.url}/{_MARKER}"
+    try:
+        data = (work.home.path / _MARKER).read_bytes() if work.home.path else Objects(work.home, options).read(_MARKER)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{what}: no memory there; open it without read_only to make one") from error
+    _require_format(data, what)
+    return str(json.loads(data).get("id", "0" * 32))
+
+
+def require_writable(work: Workspace) -> None:
+    """Refuse local places that this process cannot write to, before anything is done there.
+
+    Raises:
+        ReadOnlyError: names the first of them.
+    """
+    home = work.home.path
+    homes = () if home is None else (home, home / "catalog", home / "locks", work.tiers[work.home_tier].path)
+    for path in (*homes, work.local, work.ledger, work.spool, work.locks):
+        while path is not None and not path.exists():
+            path = path.parent
+        if path is not None and not os.access(path, os.W_OK | os.X_OK):
+            raise ReadOnlyError(
+                f"{path}: this process cannot write there; open the memory with read_only=True, or give it write access"
+            )
 
 
 def owner(work: Workspace) -> str:
@@ -155,7 +214,12 @@ def _prepare_remote(work: Workspace, options: Mapping[str, str] | None, create: 
             pass
         if claimed or objects.create(f"{_MARKER}.claim", secrets.token_hex(16).encode()):
             claimed = True
-            create()
+            try:
+                create()
+            except StoreError:
+                # What is there of it is taken up by whoever tries next.
+                objects.delete([f"{_MARKER}.claim"])
+                raise
             objects.create(_MARKER, _new_marker())
         elif time.monotonic() > deadline:
             raise RecoveryError(

@@ -1,0 +1,62 @@
+"""`numem generate`: text from a model, through the memory."""
+
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from numem.environment import memory_home
+from numem.terminal import (
+    JsonFlag,
+    MaxPositionOption,
+    MemoryOption,
+    busy,
+    emit,
+    guarded,
+    note,
+    open_memory,
+)
+
+
+@guarded
+def generate(
+    model: Annotated[str, typer.Argument(help="A key of `numem models list`, or a model directory.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of weights and cache.")] = "float32",
+    max_position: MaxPositionOption = None,
+    memory: MemoryOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Generate text. The longest prefix that the memory holds is restored, and what was computed is published to it."""
+    from numem.job.complete import complete
+    from numem.runtime.sampling import Sampler
+
+    sampler = Sampler(temperature, top_k, top_p, seed)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with busy("loading the model"):
+        from numem.models.lm import load_lm
+
+        lm = load_lm(model, dtype=dtype, max_position=max_position)
+    tokens = lm.tokenizer.chat([{"role": "user", "content": text}]) if chat else lm.tokenizer.encode(text)
+
+    def show(piece: str) -> None:
+        if not as_json:
+            typer.echo(piece, nl=False)
+
+    with open_memory(memory, create=True) as store:
+        done = complete(store, lm, tokens, max_new_tokens, sampler=sampler, on_text=show)
+    for warning in done.warnings:
+        note(f"warning: {warning}")
+    emit({"model": model, "memory": memory_home(memory), **asdict(done)}, as_json, "")
+    if not as_json:
+        note(
+            f"{done.prompt_tokens} prompt tokens: {done.restored_tokens} restored, {done.computed_tokens} computed; first "
+            f"token after {done.ttft_ms:.0f} ms; state {done.boundary[:12]}"
+        )

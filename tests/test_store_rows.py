@@ -1,0 +1,113 @@
+"""Rows of the case pages that belong to no single part of the store."""
+
+import mmap
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from numem.store.memory import Memory
+from tests.store_fixtures import SCOPE, assert_readable, make_chain, make_node, payload, put, tree
+
+
+def _payload_bytes(root: Path) -> int:
+    return sum(size for name, (size, _) in tree(root).items() if name.endswith(".blob"))
+
+
+def _round(memory: Memory) -> Any:
+    memory._parts.home.close_volume()
+    return memory.care.maintain(retain_s=0, grace_s=0, keep_versions_s=0, dead_fraction=0.2, least=2)
+
+
+def test_a_fork_does_not_depend_on_what_it_was_forked_from(tmp_path: Path) -> None:
+    """lance#7514: the parent branch is deleted, collected and cleaned up behind a fork, which reads every byte."""
+    trunk = make_chain(4, name="trunk")
+    data = [payload(70_000, 77)]
+    leaf = make_node(data, parent=trunk[1][0].id, start=trunk[1][0].end, name="leaf")
+    with Memory(tmp_path) as memory:
+        put(memory, [*trunk, (leaf, data)])
+        memory.create_branch("trunk", trunk[-1][0].id, actor="test", reason="test")
+        memory.create_branch("fork", leaf.id, source="trunk", actor="test", reason="test")
+        assert memory.care.forget(branch="trunk", actor="test", reason="test").nodes == 2
+        _round(memory)
+        fork = [*trunk[:2], (leaf, data)]
+        assert memory.chain(leaf.id) == tuple(node for node, _ in fork)
+        assert_readable(memory, fork)
+    with Memory(tmp_path) as memory:
+        assert_readable(memory, fork)
+        assert [branch.name for branch in memory.branches()] == ["fork"]
+    used = [path for path in Path("numem").rglob("*.py") if "shallow_clone" in path.read_text()]
+    assert used == []
+
+
+def test_an_old_pin_does_not_keep_newer_garbage(tmp_path: Path) -> None:
+    """lance#8516, lance#8705: bytes fall to what is alive and pinned, and to what is alive once the pin is gone."""
+    pinned, live = make_chain(1, name="pinned"), make_chain(1, seed=1, name="live")
+    one = -(-70_000 // 4096) * 4096
+    with Memory(tmp_path) as memory:
+        put(memory, pinned)
+        memory.residency.pin([pinned[0][0].id], owner="test")
+        put(memory, live)
+        memory.create_branch("live", live[0][0].id, actor="test", reason="test")
+        for number in range(6):
+            put(memory, make_chain(3, seed=10 + number, name=str(number)))
+            _round(memory)
+            assert _payload_bytes(tmp_path / "object") == 2 * one
+        assert_readable(memory, [*pinned, *live])
+        assert memory.residency.unpin([pinned[0][0].id], owner="test") == 1
+        _round(memory)
+        assert _payload_bytes(tmp_path / "object") == one
+        assert_readable(memory, live)
+
+
+def test_a_restore_maps_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors#729, safetensors#562: rows come by positioned reads, so a copy behind them meets no page fault."""
+    chain = make_chain(4, nbytes=300_000)
+    with Memory(tmp_path) as memory:
+        put(memory, chain)
+        memory.promote([node.id for node, _ in chain], "ssd")
+        assert_readable(memory, chain)
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError("a payload file was mapped")
+
+        monkeypatch.setattr(mmap, "mmap", refuse)
+        assert_readable(memory, chain, "ssd")
+        assert_readable(memory, chain, "object")
+
+
+def test_collection_goes_by_the_catalog_in_a_memory_of_an_earlier_release(tmp_path: Path) -> None:
+    """llm-d-kv-cache commit 01684fc (#611): what an older layout wrote is found and collected like anything else."""
+    shutil.copytree(Path(__file__).parent / "data" / "store-v1", tmp_path / "memory")
+    with Memory(tmp_path / "memory") as memory:
+        before = _payload_bytes(tmp_path / "memory" / "object")
+        nodes = memory.nodes()
+        assert nodes and before
+        heads = {branch.head for branch in memory.branches()}
+        kept = {node.id for head in heads for node in memory.chain(head)}
+        report = memory.care.collect(retain_s=0, grace_s=0, dead_fraction=0)
+        assert report.retired == len(nodes) - len(kept)
+        assert {node.id for node in memory.nodes()} == kept
+        assert memory.verify().ok
+        memory.care.forget(scope=nodes[0].scope, actor="test", reason="test")
+        assert memory.nodes() == ()
+        assert _payload_bytes(tmp_path / "memory" / "object") == 0
+
+
+def test_a_new_instance_takes_nothing_from_a_running_one(tmp_path: Path) -> None:
+    """UCM commit 0b295a3 (#566): volumes, spool and locks of a live process are its own."""
+    chain = make_chain(3)
+    with Memory(tmp_path) as first:
+        put(first, chain[:1])
+        first.stage(*chain[1])
+        with Memory(tmp_path) as second:
+            assert second.recovered == ()
+            _round(second)
+            put(second, make_chain(1, seed=4, name="second"))
+        assert first.publish_staged().nodes == 1
+        put(first, chain[2:])
+        assert_readable(first, chain)
+        names = {path.name.split(".")[1] for path in (tmp_path / "object").glob("*.volume")}
+        assert names == {"w000", "w001"}
+    assert SCOPE == chain[0][0].parent
