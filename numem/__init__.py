@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from numem.models.lm import LM, load_lm
+    from numem.store.config import TierSpec
     from numem.store.memory import Memory
 
 __version__ = "0.1.0"
@@ -15,10 +16,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "LM": "numem.models.lm",
     "Memory": "numem.store.memory",
+    "TierSpec": "numem.store.config",
     "load_lm": "numem.models.lm",
 }
 
-__all__ = ["LM", "Memory", "__version__", "load_lm"]
+__all__ = ["LM", "Memory", "TierSpec", "__version__", "load_lm"]
 
 
 def __getattr__(name: str) -> Any:

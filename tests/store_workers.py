@@ -7,11 +7,11 @@ from pathlib import Path
 
 from numem.errors import CapacityError, LeaseHeldError
 from numem.state.node import Node
+from numem.store.doctor import diagnose
 from numem.store.memory import Memory
 from tests.store_fixtures import COUNT, SCOPE, Chain, make_chain, payload, read_back
 
 NBYTES = 70_000
-ROLES = ("publish", "place", "maintain")
 
 
 def chain_of(worker: int, number: int, count: int = 2) -> Chain:
@@ -46,6 +46,9 @@ def work(home: str, directory: str, role: str, worker: int, seconds: float) -> N
                 os.fsync(file)
             elif role == "place":
                 _place(memory, rng)
+            elif role == "doctor":
+                report = diagnose(home)
+                assert report.ok, report.findings
             else:
                 _maintain(memory)
             number += 1
@@ -92,7 +95,7 @@ def _place(memory: Memory, rng: random.Random) -> None:
 
 def _maintain(memory: Memory) -> None:
     try:
-        memory.care.maintain(grace_s=20.0, keep_versions_s=20.0, least=4)
+        memory.care.maintain(grace_s=60.0, keep_versions_s=10.0, least=4)
     except LeaseHeldError:
         pass  # another process has the lane
     time.sleep(0.05)

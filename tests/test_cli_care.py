@@ -1,6 +1,5 @@
 """The commands that care for a memory: what they print, what they change, and their exit codes."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from numem.job.batch import Batch, Item, save_batch
 from numem.job.sharing import Prefix
 from numem.store.config import TierSpec
 from numem.store.maintain import lane
+from tests.cli_fixtures import error, output
 from tests.store_fixtures import SCOPE, Chain, flip, make_chain, put
 
 NBYTES = 70_000
@@ -45,20 +45,6 @@ def numem(home: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     for name in ("NUMEM_TIERS", "NUMEM_NODE", "NUMEM_LOCAL", "NUMEM_STORAGE_OPTIONS"):
         monkeypatch.delenv(name, raising=False)
     return lambda *arguments: CliRunner().invoke(app, [*map(str, arguments), "--memory", str(home)])
-
-
-def output(result: Result, code: int = 0) -> Any:
-    """The one JSON object of a command."""
-    assert result.exit_code == code, (result.stdout, result.stderr)
-    assert len(result.stdout.splitlines()) == 1
-    return json.loads(result.stdout)
-
-
-def error(result: Result, kind: str, code: int = 1) -> str:
-    document = output(result, code)
-    assert set(document) == {"error", "type"} and document["type"] == kind
-    assert result.stderr == f"error: {document['error']}\n"
-    return str(document["error"])
 
 
 def test_tiers_say_what_they_hold_and_should_hold(numem: Run, home: Path, chain: Chain) -> None:
@@ -178,6 +164,12 @@ def test_scrub_repairs_and_says_so(numem: Run, home: Path, chain: Chain) -> None
     assert (mended["ok"], mended["repaired"], mended["bad"]) == (True, 1, [])
     some = output(numem("scrub", "--tier", "object", "--budget-bytes", "80kB", "--json"))
     assert (some["checked"], some["whole"]) == (1, False)
+    with Memory(home) as memory:  # small budgets reach every tier in turn
+        memory.care.scrub()
+        before = {tier: memory.records("scrub", tier.encode())[-1] for tier in ("object", "ssd@local")}
+        memory.care.scrub(budget_bytes=1)
+        memory.care.scrub(budget_bytes=1)
+        assert all(memory.records("scrub", tier.encode())[-1] != last for tier, last in before.items())
     assert "the next scrub goes on there" in numem("scrub", "--budget-s", 0).stdout
     assert "no tier 'x'" in error(numem("scrub", "--tier", "x", "--json"), "NotFoundError")
 
@@ -349,46 +341,3 @@ def _as_node(id: bytes) -> tuple[Any, list[bytes]]:
     """A node of the store under a given causal id."""
     ((node, data),) = make_chain(1, NBYTES, seed=3)
     return replace(node, id=id, marks=(id,)), data
-
-
-# doctor
-
-REPORT = {"ok", "findings", "tables", "volumes", "nodes", "copies", "staged", "ms"}
-
-
-def doctor(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
-
-
-def test_doctor_finds_nothing_in_a_sound_memory(home: Path, chain: Chain) -> None:
-    document = output(doctor(home, "--json"))
-    assert set(document) == {"memory", *REPORT} and document["memory"] == str(home)
-    assert (document["ok"], document["volumes"], document["nodes"], document["copies"]) == (True, 2, 3, 6)
-    people = doctor(home)
-    assert people.exit_code == 0 and people.stdout.startswith("ok: 2 volumes, 3 states, 6 copies")
-
-
-def test_doctor_repairs_what_has_another_copy_and_names_what_was_lost(home: Path, chain: Chain) -> None:
-    for path in (home / "nodes").rglob("*.blob"):
-        path.unlink()
-    found = output(doctor(home, "--json"), 1)
-    assert found["findings"] and set(found["findings"][0]) == {"severity", "place", "what", "remedy"}
-    assert {finding["severity"] for finding in found["findings"]} - {"note"} == {"repairable"}
-    assert doctor(home).exit_code == 1
-    mended = output(doctor(home, "--repair", "--json"))
-    assert set(mended) == {"memory", "ok", "before", "done", "lost", "after"}
-    assert (mended["ok"], mended["lost"], mended["before"]["ok"], mended["after"]["ok"]) == (True, [], False, True)
-    assert set(mended["after"]) == REPORT and set(mended["done"][0]) == {"kind", "place", "detail"}
-    with Memory(home) as memory:
-        assert memory.verify().ok
-    for path in home.rglob("*.blob"):
-        path.unlink()
-    lost = output(doctor(home, "--repair", "--json"), 1)
-    assert len(lost["lost"]) >= 3
-    people = doctor(home, "--repair")
-    assert people.exit_code == 1
-
-
-def test_doctor_needs_a_memory(tmp_path: Path) -> None:
-    error(doctor(tmp_path / "absent", "--json"), "NotFoundError")
-    assert not (tmp_path / "absent").exists()

@@ -219,8 +219,8 @@ def test_models_import_writes_a_directory_that_generates(tmp_path: Path) -> None
 @pytest.fixture
 def stub_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(name: str) -> dict[str, Any]:
-        if name not in ("core", "paged"):
-            raise InputError(f"bench {name!r}: unknown; known: core, paged")
+        if name not in numem.bench.NAMES:
+            raise InputError(f"bench {name!r}: unknown; known: core, paged, store, trace")
         return {"machine": {"cpu": "x"}, "figure": len(name)}
 
     monkeypatch.setattr(numem.bench, "run", run)
@@ -234,7 +234,7 @@ def test_bench_prints_figures_or_a_report(tmp_path: Path) -> None:
     assert numem_("bench", "paged").stdout.startswith("# Benchmarks of paged")
     report = tmp_path / "docs" / "b.md"
     written = numem_("bench", "all", "--write", str(report))
-    assert written.exit_code == 0 and report.read_text() == "# Benchmarks of core, paged\n"
+    assert written.exit_code == 0 and report.read_text() == "# Benchmarks of core, paged, store, trace\n"
     assert list(report.parent.iterdir()) == [report]
     unknown = numem_("bench", "nonsense")
     assert unknown.exit_code == 1 and "nonsense" in unknown.stderr and unknown.stdout == ""

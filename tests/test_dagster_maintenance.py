@@ -82,8 +82,12 @@ def test_a_round_gives_back_what_nothing_reaches(home: Path, kept: Chain, instan
     assert found["time_ms"] > 0 and found["fragments_joined"] > 0
     assert [record.data for record in found["tiers"].records] == [
         {
-            "tier": name, "used_bytes": 3 * NBYTES, "file_bytes": tiers[name].file_bytes,
-            "pieces": 3, "volumes": 1, "quarantined": 0,
+            "tier": name,
+            "used_bytes": 3 * NBYTES,
+            "file_bytes": tiers[name].file_bytes,
+            "pieces": 3,
+            "volumes": 1,
+            "quarantined": 0,
         }
         for name in ("object", "ssd")
     ]
@@ -99,8 +103,13 @@ def test_the_checks_of_a_round(home: Path, kept: Chain, instance: dg.DagsterInst
     scrubbed = values(found["store_intact"].metadata)
     del scrubbed["time_ms"]
     assert scrubbed == {
-        "copies_checked": 6, "checked_bytes": 6 * NBYTES, "every_copy": True,
-        "bad": 0, "repaired": 0, "unrepairable": 0, "faults": "none",
+        "copies_checked": 6,
+        "checked_bytes": 6 * NBYTES,
+        "every_copy": True,
+        "bad": 0,
+        "repaired": 0,
+        "unrepairable": 0,
+        "faults": "none",
     }
 
 

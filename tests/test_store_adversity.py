@@ -5,18 +5,21 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from numem.errors import StorageFullError, StoreError
-from numem.store import barrier, recovery
+from numem.store import barrier, collect, recovery
 from numem.store.collect import retire
 from numem.store.dataset import Dataset
 from numem.store.doctor import diagnose, repair
 from numem.store.facts import State
 from numem.store.memory import Memory
+from numem.store.session import Session
+from numem.store.tier import Tier
 from numem.store.urls import Location, locate
 from tests.s3_fixtures import Place
 from tests.store_fixtures import SCOPE, assert_readable, die_at, make_chain, put, run_children, sidecars
@@ -103,6 +106,48 @@ def test_a_disk_that_is_full_in_maintenance(small_disk: Path, spare: int) -> Non
         assert memory.verify().ok
 
 
+def _publish_until_full(home: str, number: int) -> None:
+    with Memory(home) as memory:
+        for n in range(200):
+            try:
+                put(memory, make_chain(2, 500_000, seed=number * 1000 + n, name=f"{number}/{n}"))
+            except StorageFullError:
+                break
+            with open(f"{home}.told", "a") as told:
+                told.write(f"{number} {n}\n")
+        else:
+            raise AssertionError("never full")
+
+
+def test_two_writers_fill_a_disk_that_is_read_throughout(
+    small_disk: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """mooncake#2419, lmcache#1454, lmcache#4725: each is told of the full disk; what was acknowledged reads from a handle
+    that was open, from one that is opened on the full disk, and from one that only looks; with space all is well."""
+    told = tmp_path_factory.mktemp("told") / "home"
+    told.symlink_to(small_disk / "home")
+    (small_disk / "home").mkdir()
+    assert _mount(small_disk, "-o", "remount,size=24m")
+    with Memory(told) as memory:
+        put(memory, CHAIN)
+        assert run_children(_publish_until_full, [(str(told), 1), (str(told), 2)]) == [0, 0]
+        lines = Path(f"{told}.told").read_text().split()
+        pairs = list(zip(map(int, lines[::2]), map(int, lines[1::2]), strict=True))
+        done = [e for w, n in pairs for e in make_chain(2, 500_000, seed=w * 1000 + n, name=f"{w}/{n}")]
+        assert len(done) > 10
+        assert_readable(memory, [*CHAIN, *done])
+    for read_only in (True, False):
+        with Memory(told, read_only=read_only) as memory:
+            assert_readable(memory, [*CHAIN, *done])
+    assert not diagnose(told).of("loss")
+    assert _mount(small_disk, "-o", "remount,size=64m")
+    assert repair(told).ok
+    with Memory(told) as memory:
+        assert_readable(memory, [*CHAIN, *done])
+        assert put(memory, make_chain(1, seed=77, name="after")).nodes == 1
+    assert diagnose(told).ok
+
+
 def _die_while_writing(home: str, number: int) -> None:
     memory = Memory(home)
     die_at("written object")
@@ -143,6 +188,32 @@ def test_writers_that_die_beside_a_live_one(tmp_path: Path, monkeypatch: pytest.
     with Memory(tmp_path) as memory:
         assert_readable(memory, [*CHAIN, *live])
         assert put(memory, make_chain(2, seed=100, name="dead0")).nodes == 2
+
+
+def test_a_volume_that_is_filled_and_closed_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was dead when maintenance began may not be when its turn comes; maintenance goes on, and keeps it."""
+    leaf, real = CHAIN[2][0].id, collect.closed
+    with Memory(tmp_path) as memory, Memory(tmp_path) as other:
+        put(memory, CHAIN)
+        other.promote([leaf])
+        retire(memory._parts, [leaf], "collected")
+
+        @contextmanager
+        def closed(parts: Session, tier: Tier, name: str) -> Iterator[bool]:
+            if tier.name == "ssd" and other.placements(CHAIN[0][0].pieces[0])[0].tier != "ssd":
+                other.promote([CHAIN[0][0].id])
+                other._parts.tiers["ssd"].close_volume()
+                other.promote([CHAIN[1][0].id])
+                parts.catalog.refresh("placements", force=True)
+            with real(parts, tier, name) as free:
+                yield free
+
+        monkeypatch.setattr(collect, "closed", closed)
+        memory.care.maintain(grace_s=0)
+        assert_readable(memory, CHAIN[:2], tier="ssd")
+    assert diagnose(tmp_path).ok
 
 
 def test_maintenance_leaves_foreign_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,16 @@ def test_lancedb_opens_the_catalog(tmp_path: Path) -> None:
         put(memory, chain)
     database = lancedb.connect(str(tmp_path / "catalog"))
     found = {name: database.open_table(name).count_rows() for name in SCHEMAS}
-    assert found == {"identities": 0, "placements": 4, "records": 0, "events": 0, "branches": 0, "claims": 0, "retired": 0, "nodes": 3}
+    assert found == {
+        "identities": 0,
+        "placements": 4,
+        "records": 0,
+        "events": 0,
+        "branches": 0,
+        "claims": 0,
+        "retired": 0,
+        "nodes": 3,
+    }
     rows = database.open_table("nodes").search().where(f"id = X'{chain[1][0].id.hex()}'").to_list()
     assert [row["parent"] for row in rows] == [chain[0][0].id]
 

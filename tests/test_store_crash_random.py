@@ -32,13 +32,14 @@ def test_processes_killed_at_random_moments(tmp_path: Path, request: pytest.Fixt
     while kills < count:
         batch = range(kills, min(kills + len(BATCH), count))
         children = {
-            worker: context.Process(target=work, args=(str(home), str(told), BATCH[worker % len(BATCH)], worker, 60.0))
+            worker: context.Process(target=work, args=(str(home), str(told), BATCH[worker % len(BATCH)], worker, 600.0))
             for worker in batch
         }
         for child in children.values():
             child.start()
         deadline = time.monotonic() + 60
-        while not all((told / f"{worker}.ready").exists() for worker in batch):
+        # The first batch also publishes something before it is killed.
+        while not (all((told / f"{worker}.ready").exists() for worker in batch) and acknowledged(told)):
             assert time.monotonic() < deadline, "the children did not start"
             assert all(child.is_alive() for child in children.values()), "a child failed"
             time.sleep(0.01)

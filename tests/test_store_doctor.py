@@ -10,6 +10,7 @@ import pytest
 from numem.errors import NotFoundError, StoreError
 from numem.store import catalog, recovery
 from numem.store.collect import retire
+from numem.store.config import TierSpec
 from numem.store.dataset import manifest_path, manifest_versions
 from numem.store.doctor import DoctorReport, Severity, diagnose, repair
 from numem.store.facts import ORDER, Event, Record
@@ -99,14 +100,14 @@ def _serves_nothing_wrong(home: Path, chains: list[Chain]) -> None:
                 assert held in (None, node) and found in (None, data)
 
 
-def _assert_mended(home: Path) -> None:
+def _assert_mended(home: Path, retired_lost: bool = False) -> None:
     report = diagnose(home)
     assert report.ok, report.findings
     with Memory(home) as memory:
         assert not [entry for entry in memory.recovered if entry.kind in ("lost", "rebuilt")]
         for chain in CHAINS:
             assert_readable(memory, chain)
-        assert memory.get(EXTRA[0][0].id) is None or not memory.verify(deep=False).damaged
+        assert memory.get(EXTRA[0][0].id) is None or retired_lost
         assert memory.verify().ok
         assert put(memory, make_chain(1, seed=9, name="after")).nodes == 1
     assert diagnose(home).ok
@@ -188,7 +189,7 @@ def test_a_bad_data_file(template: Path, tmp_path: Path, place: str, shape: str)
     assert mended.after.ok, mended.after.findings
     assert bool(mended.lost) == only, mended.lost
     assert all(name in line and "row" in line for line in mended.lost)
-    _assert_mended(home)
+    _assert_mended(home, retired_lost=place == "catalog/retired.lance")
     if place.startswith("catalog") and shape != "missing":
         assert list((home / "quarantine").glob(f"catalog-{place.split('/')[1].removesuffix('.lance')}.*"))
 
@@ -206,6 +207,30 @@ def test_a_manifest_and_its_data_are_both_gone(template: Path, tmp_path: Path) -
     assert mended.after.ok and len(mended.lost) == 1 and newest.name in mended.lost[0]
     with Memory(home) as memory:
         assert [record.body["n"] for record in memory.records("note")] == [0, 1]
+    _assert_mended(home)
+
+
+@pytest.mark.parametrize("table", ["nodes", "records"])
+def test_a_compaction_and_its_data_are_both_gone(template: Path, tmp_path: Path, table: str) -> None:
+    """What it replaced was cleaned up, and left the ledger: that is said, and never taken for an empty table."""
+    home = copy_of(template, tmp_path)
+    with Memory(home) as memory:
+        memory.care.maintain(grace_s=0, keep_versions_s=0, least=2)
+        memory.care.maintain(grace_s=0, keep_versions_s=0, least=2)
+    root = home / "catalog" / f"{table}.lance"
+    for file in (root / "data").glob("*.lance"):
+        _zero(file)
+    for version in manifest_versions(root):
+        _zero(manifest_path(root, version))
+    found = diagnose(home)
+    assert bool(found.of("loss")) == (table == "records"), found.findings
+    assert [f for f in found.findings if f.place == f"catalog/{table}" and ".lance: bytes differ" in f.what]
+    with Memory(home) as memory:
+        assert {"rebuilt", "lost"} <= {entry.kind for entry in memory.recovered}
+    mended = repair(home)
+    assert mended.after.ok
+    with Memory(home) as memory:
+        assert len(memory.records("note")) == (0 if table == "records" else 3)
     _assert_mended(home)
 
 
@@ -249,6 +274,47 @@ def test_sidecars_that_are_gone(template: Path, tmp_path: Path) -> None:
     with Memory(home) as memory:
         put(memory, CHAINS[1])
     _assert_mended(home)
+
+
+def test_what_an_archive_holds_is_not_lost(tmp_path: Path) -> None:
+    """A home tier that was wiped is made anew from the archive; a healthy archived memory has no findings."""
+    tiers: dict[str, str | TierSpec] = {
+        "object": str(tmp_path / "object"),
+        "tape": TierSpec(str(tmp_path / "tape"), write="archive"),
+    }
+    home = tmp_path / "home"
+    with Memory(home, tiers=tiers) as memory:
+        put(memory, CHAINS[0])
+        memory.care.archive("tape", close=True)
+    assert diagnose(home, tiers=tiers).findings == ()
+    shutil.rmtree(tmp_path / "object")
+    report = diagnose(home, tiers=tiers)
+    assert [f.severity for f in report.findings] == ["repairable"], report.findings
+    mended = repair(home, tiers=tiers)
+    assert mended.ok, mended
+    shutil.rmtree(tmp_path / "tape")
+    with Memory(home, tiers=tiers) as memory:
+        assert_readable(memory, CHAINS[0], tier="object")
+
+
+def test_a_deletion_that_was_cut_short_is_ended(template: Path, tmp_path: Path) -> None:
+    """Killed between the facts and the files: nothing of it is visible, the doctor knows, repair takes it from the files."""
+    home = copy_of(template, tmp_path)
+    run_children(_forget_until, [(str(home), "committed catalog/placements")])
+    assert "were to be forgotten" in diagnose(home).of("repairable")[0].what
+    mended = repair(home)
+    assert mended.ok and "2 forgotten nodes" in {entry.detail for entry in mended.done}
+    with Memory(home) as memory:
+        assert {node.id for node in memory.nodes()} == {node.id for chain in CHAINS[1:] for node, _ in chain}
+        assert memory.branches() == () and memory.verify().ok
+    secret = CHAINS[0][0][1][0][:64]
+    assert not [path for path in home.rglob("*") if path.is_file() and secret in path.read_bytes()]
+
+
+def _forget_until(home: str, step: str) -> None:
+    memory = Memory(home)
+    die_at(step)
+    memory.care.forget(ids=[HEAD], actor="test", reason="test")
 
 
 def test_a_flipped_bit_of_payload_is_scrubbed(template: Path, tmp_path: Path) -> None:
@@ -319,6 +385,24 @@ def test_spool_ledger_foreign_files_and_claims(template: Path, tmp_path: Path) -
     assert len(list((home / "quarantine").glob(f"{staged[0].name}.*"))) == 1
     for path in (home / "catalog" / "mine.txt", home / "object" / "mine.txt", volume / "data" / "holiday.jpg"):
         assert path.exists()
+
+
+def test_rows_that_stand_twice_and_versions_that_were_not_acknowledged(template: Path, tmp_path: Path) -> None:
+    """lance#8949: readers do not care, the doctor says so, and maintenance drops them."""
+    home = copy_of(template, tmp_path)
+    with Memory(home) as memory:
+        memory._parts.catalog.append(catalog.Facts(nodes=[CHAINS[0][0][0]]))
+    report = diagnose(home)
+    assert [f.what.split(":")[0] for f in report.findings] == ["1 causal ids stand there twice"]
+    with Memory(home) as memory:
+        assert len(memory.nodes()) == 6
+        memory.care.maintain(grace_s=0, keep_versions_s=0, least=2)
+    assert diagnose(home).findings == ()
+    run_children(_publish_until, [(str(home), "committed catalog/nodes")])
+    (finding,) = diagnose(home).findings
+    assert (finding.severity, finding.place) == ("note", "catalog/nodes") and "not in the ledger" in finding.what
+    with Memory(home) as memory:
+        assert_readable(memory, make_chain(2, seed=7, name="cut"))
 
 
 def _newest(place: Place, table: str) -> str:

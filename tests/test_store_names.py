@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numem.errors import InputError, NumemError, RecoveryError, SchemeError
+from numem.store.doctor import diagnose
 from numem.store.memory import Memory
 from numem.store.urls import locate, require_name
 from numem.store.workspace import plan
@@ -152,6 +153,52 @@ def test_a_memory_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     marker.write_text("nonsense")
     with pytest.raises(RecoveryError, match="not JSON"):
         Memory(tmp_path)
+
+
+HOSTILE = ["..", "../../etc/passwd", "a\0b", "🙂", "a/b", "x" * 300, "", " ", "-rf", "CON", "a\nb", "%2e%2e", "~", "*"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_of_branches_owners_claims_and_leases(tmp_path: Path, name: str) -> None:
+    """lmcache#5069: a name is refused in one line, or kept as it is; it never becomes a path, and never a broken one."""
+    chain = make_chain(1)
+    head = chain[0][0].id
+    with Memory(tmp_path / "home") as memory:
+        put(memory, chain)
+        memory.flush()
+        places = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if "catalog" not in path.parts}
+        kept = 0
+        for use in (
+            lambda: memory.create_branch(name, head, actor="test", reason="test"),
+            lambda: memory.create_branch("plain", head, actor=name, reason=name),
+            lambda: memory.residency.pin([head], owner=name),
+            lambda: memory.residency.demand([head], "ssd", owner=name),
+            lambda: memory.record(name, head, {"name": name}),
+        ):
+            try:
+                use()
+                kept += 1
+            except NumemError as error:
+                assert "\n" not in str(error)
+        for refuse in (
+            lambda: memory.residency.pin([head], tier=name or "?", owner="test"),
+            lambda: memory.residency.demand([head], name, owner="test"),
+            lambda: memory.residency.demand([head], "ssd", node=name, owner="test"),
+            lambda: memory.promote([head], name),
+            lambda: memory._parts.epochs.acquire(name, "test"),
+            lambda: Memory(tmp_path / "home", node=name),
+        ):
+            with pytest.raises(NumemError) as caught:
+                refuse()
+            assert "\n" not in str(caught.value) and "\0" not in str(caught.value)
+        memory.flush()
+        now = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if "catalog" not in path.parts}
+        assert {path for path in now - places if not path.endswith(".ledger")} == set()
+    with Memory(tmp_path / "home") as memory:
+        assert memory.recovered == ()
+        assert_readable(memory, chain)
+        assert all(branch.name in (name, "plain") for branch in memory.branches())
+    assert diagnose(tmp_path / "home").ok
 
 
 @given(st.text(max_size=300))

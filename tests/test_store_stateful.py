@@ -162,7 +162,7 @@ class StoreModel(RuleBasedStateMachine):
         self.staged -= gone
         self.pinned -= gone
         self.branches = {name: head for name, head in self.branches.items() if head not in gone}
-        assert diagnose(self.home).ok
+        assert self.damaged or diagnose(self.home).ok
         for path in self.home.rglob("*"):
             assert not path.is_file() or node not in path.read_bytes() or "catalog" in path.parts, path
 
@@ -236,8 +236,8 @@ class StoreModel(RuleBasedStateMachine):
             self.home = copy
             if torn:
                 (self.home / "spool" / f".{secrets.token_hex(8)}.tmp").write_bytes(b"half")
-                for data in (self.home / "object").glob("*.lance/data"):
-                    (data / f"{secrets.token_hex(8)}.lance").write_bytes(bytes(100))
+                for files in (self.home / "object").glob("*.lance/data"):
+                    (files / f"{secrets.token_hex(8)}.lance").write_bytes(bytes(100))
             self.memory = Memory(self.home)
             assert not [entry for entry in self.memory.recovered if entry.kind in ("lost", "rebuilt")]
         self._look()
@@ -248,7 +248,7 @@ class StoreModel(RuleBasedStateMachine):
         assert self.pinned >= pinned - gone
         if what == 4:
             # A deletion that was cut short is asked for again.
-            if doomed & self.published or not diagnose(self.home).ok:
+            if doomed & self.published or not (self.damaged or diagnose(self.home).ok):
                 node = min(doomed & published, key=lambda n: self.nodes[n][1])
                 self.memory.care.forget(ids=[node], actor="model", reason="again")
                 self._look()
@@ -288,8 +288,8 @@ class StoreModel(RuleBasedStateMachine):
 
 
 StoreModel.TestCase.settings = settings(
-    max_examples=12,
-    stateful_step_count=16,
+    max_examples=25,
+    stateful_step_count=18,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

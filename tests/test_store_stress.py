@@ -68,5 +68,5 @@ def test_four_processes_for_a_few_seconds(tmp_path: Path) -> None:
 @pytest.mark.stress
 def test_eight_processes_for_a_minute(tmp_path: Path) -> None:
     """The same for longer, with two of each kind that only one may be at a time."""
-    roles = ("publish", "publish", "publish", "place", "place", "place", "maintain", "maintain")
+    roles = ("publish", "publish", "publish", "place", "place", "doctor", "maintain", "maintain")
     print("\n" + _stress(tmp_path, roles, 60.0))

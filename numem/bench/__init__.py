@@ -8,7 +8,7 @@ from typing import Any
 
 from numem.errors import InputError
 
-NAMES = ("core", "paged")
+NAMES = ("core", "paged", "store", "trace")
 
 
 def run(name: str) -> dict[str, Any]:
@@ -25,4 +25,12 @@ def run(name: str) -> dict[str, Any]:
         from numem.bench.paged import paged
 
         return paged()
+    if name == "store":
+        from numem.bench.store import store
+
+        return store()
+    if name == "trace":
+        from numem.bench.traces import traces
+
+        return traces()
     raise InputError(f"bench {name!r}: unknown; known: {', '.join(NAMES)}")

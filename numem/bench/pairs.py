@@ -39,11 +39,12 @@ def figure(values: Sequence[float], *, least: float | None = None, most: float |
     """Median and quartiles of values, and whether they meet a bar.
 
     Args:
-        least, most: the bar; one of them.
+        least, most: the bar; one of them, or neither.
         more: absolute figures to go with it.
     """
     found = quartiles(list(values))
-    return {**found, **judged(found, least=least, most=most), **more}
+    bar = {} if least is None and most is None else judged(found, least=least, most=most)
+    return {**found, **bar, **more}
 
 
 def judged(found: Mapping[str, float], *, least: float | None = None, most: float | None = None) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from numem.bench.report_store import store_section, table, trace_section
+
 HEADER = """# Benchmarks
 
 Written by `make bench` (`numem bench all --write docs/benchmarks.md`). Every ratio compares two sides measured in turns
@@ -13,23 +15,22 @@ noisy: read ratios, not absolute values. `numem bench NAME --json` prints all sa
 
 def render(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown of the results of `numem.bench.run`, keyed by benchmark."""
-    first = next(iter(results.values()))
-    where = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in first["machine"].items())
+    machine = next(result["machine"] for result in results.values() if "machine" in result)
+    where = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in machine.items())
     parts = [HEADER, f"Machine: {where}.\n"]
     if "core" in results:
         parts.append(_core(results["core"]))
     if "paged" in results:
         parts.append(_paged(results["paged"]))
+    if "store" in results:
+        parts.append(store_section(results["store"]))
+    if "trace" in results:
+        parts.append(trace_section(results["trace"]))
     return "\n".join(parts)
 
 
 def _spread(s: Mapping[str, Any]) -> str:
     return f"{s['median-ms']:.4g} ms [{s['min-ms']:.4g}, {s['max-ms']:.4g}]"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
 def _core(r: Mapping[str, Any]) -> str:
@@ -69,7 +70,7 @@ def _core(r: Mapping[str, Any]) -> str:
         f"weights loaded and touched by one discarded repetition of each side. Restore: {restore['warm']}; "
         f"{restore['bytes']:,} bytes. Decode of transformers is `generate(1 + N)` less `generate(1)`.\n"
     )
-    return "## Core\n\n" + _table(["what", "numem", "peer", "ratio", "target", "median [min, max]"], rows) + notes
+    return "## Core\n\n" + table(["what", "numem", "peer", "ratio", "target", "median [min, max]"], rows) + notes
 
 
 def _paged(r: Mapping[str, Any]) -> str:
@@ -96,4 +97,4 @@ def _paged(r: Mapping[str, Any]) -> str:
         f"{r['speedup']['warm-restored-vs-uncached-warm']}x.\n"
     )
     head = ["series", "first measured", "ready to first token", "prefix load", "prompt completion", "decode"]
-    return "## Paged continuation\n\n" + _table(head, rows) + notes
+    return "## Paged continuation\n\n" + table(head, rows) + notes

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from numem.errors import IntegrityError, StoreError
-from numem.store import recovery
+from numem.store.adoption import adopt
 from numem.store.catalog import Facts
 from numem.store.dataset import manifest_versions
 from numem.store.facts import Placement, Retired, State
@@ -184,6 +184,12 @@ def reclaim(
             before += nbytes
             copies = ready.get(name, [])
             live = sum(padded(placement.nbytes) for placement in copies)
+            if free and live <= (1 - dead_fraction) * nbytes:
+                # Its writer may have put more into it since, and closed it then.
+                parts.catalog.refresh("placements", force=True)
+                ready = ready_copies(parts, tier)
+                copies = ready.get(name, [])
+                live = sum(padded(placement.nbytes) for placement in copies)
             if not free or live > (1 - dead_fraction) * nbytes or not _catalogued(parts, tier, name, grace_s):
                 after += nbytes
                 continue
@@ -299,7 +305,7 @@ def _catalogued(parts: "Session", tier: Tier, name: str, grace_s: float) -> bool
         return True
     path = volume.location.path
     if path is not None and all((path / "data" / file).stat().st_mtime < time.time() - grace_s for file in unknown):
-        parts.recovered += recovery.adopt(tier, volume, parts.catalog, parts.ledger.read().get(volume.label, {}))
+        parts.recovered += adopt(tier, volume, parts.catalog, parts.ledger.read().get(volume.label, {}))
     return False
 
 

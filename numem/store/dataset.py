@@ -340,7 +340,8 @@ class Dataset:
 
     def has_strays(self) -> bool:
         """Whether `data/` holds more names than the open version uses."""
-        return len(self._data_names()) > len(self.lance.get_fragments())
+        names = self._data_names()
+        return bool(names) and len(names) > len(self.lance.get_fragments())
 
     def _sync_data(self, fragments: Iterable[Any], grows: bool) -> dict[str, str]:
         path = self.location.path

@@ -17,6 +17,8 @@ from numem.store.archive import KIND as ARCHIVED
 from numem.store.capture import PublicationLimits
 from numem.store.catalog_check import CatalogCheck
 from numem.store.config import TierSpec
+from numem.store.dataset import manifest_versions
+from numem.store.facts import ORDER
 from numem.store.findings import DoctorReport, Finding, RepairReport, Severity, some
 from numem.store.lance_errors import first_line
 from numem.store.ledger import Ledger
@@ -28,6 +30,9 @@ from numem.store.spool import Spool
 from numem.store.tier import Tier, TierConfig, WriterLock
 from numem.store.volume_check import VolumeCheck
 from numem.store.workspace import Workspace
+
+# What is looked at may change meanwhile: a volume is removed, a table compacted. Then it is looked at again.
+_ATTEMPTS = 4
 
 __all__ = ["DoctorReport", "Finding", "RepairReport", "Severity", "diagnose", "repair"]
 
@@ -50,8 +55,17 @@ def diagnose(
         SchemeError: a place or name that no memory has.
         StoreError: an object store does not answer.
     """
-    started = time.perf_counter()
     work = workspace.plan(home, tiers, node, local)
+    for _ in range(_ATTEMPTS - 1):
+        before = _versions(work)
+        report = _diagnose(work, storage_options)
+        if report.ok or _versions(work) == before:
+            return report
+    return _diagnose(work, storage_options)
+
+
+def _diagnose(work: Workspace, storage_options: Mapping[str, str] | None) -> DoctorReport:
+    started = time.perf_counter()
     findings = _marker(work, storage_options)
     ledger = Ledger(work.ledger, lambda: "")
     entries = ledger.read()
@@ -134,6 +148,14 @@ def running(work: Workspace, number: int) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def _versions(work: Workspace) -> list[int]:
+    """Newest version of every table of a local catalog: moves whenever a fact is added."""
+    if work.home.path is None:
+        return []
+    roots = [work.home.path / "catalog" / f"{name}.lance" for name in ORDER]
+    return [max(manifest_versions(root), default=0) for root in roots]
 
 
 def _marker(work: Workspace, options: Mapping[str, str] | None) -> list[Finding]:

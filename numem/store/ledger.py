@@ -104,8 +104,9 @@ class Ledger:
         """File name -> lines that are torn or damaged, of the files that have some."""
         counts = {}
         for path in sorted(self._directory.glob("*.ledger")):
-            written = sum(bool(line) for line in path.read_bytes().splitlines())
-            counts[path.name] = written - sum(1 for _ in _lines(path))
+            good = sum(1 for _ in _lines(path))
+            if path.exists():  # else it was trimmed to nothing meanwhile
+                counts[path.name] = max(0, sum(map(bool, path.read_bytes().splitlines())) - good)
         return {name: count for name, count in counts.items() if count}
 
     def trim(self, needed: Callable[[Entry], bool], idle: Callable[[str], AbstractContextManager[bool]]) -> int:

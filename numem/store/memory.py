@@ -6,30 +6,24 @@ stage ──> spool ──publish_staged──> volumes of the home tier ──>
                                     volumes of a nearer tier ──read──> the caller's buffers
 """
 
-import atexit
-import os
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from os import PathLike
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from numem.errors import ClosedError, InputError, NotFoundError
+from numem.errors import InputError, NotFoundError
 from numem.identity.digest import Buffer
 from numem.identity.fingerprint import Identity
-from numem.lineage.branches import Branch, Branches, Move
+from numem.lineage.branches import Branch, Move
 from numem.state.manifest import Manifest
 from numem.state.node import Node, project
-from numem.store import claims, intake, workspace
+from numem.store import claims, intake
 from numem.store.capture import PublicationLimits
 from numem.store.care import Care
 from numem.store.catalog import Facts
 from numem.store.config import TierSpec
-from numem.store.facts import Event, Placement, Record, to_json
-from numem.store.index import NodeIndex
+from numem.store.facts import Event, Placement, Record
+from numem.store.handle import Handle
 from numem.store.leases import TTL_S, Lease
 from numem.store.reports import (
     PromoteReport,
@@ -41,8 +35,6 @@ from numem.store.reports import (
     VerifyReport,
 )
 from numem.store.residency import Residency
-from numem.store.session import Session
-from numem.store.tier import Tier
 
 __all__ = [
     "Branch",
@@ -64,7 +56,7 @@ __all__ = [
 ]
 
 
-class Memory:
+class Memory(Handle):
     """An open memory. A context manager; one handle may be used from several threads, never in a forked child.
 
     Args:
@@ -84,39 +76,6 @@ class Memory:
         RecoveryError: a catalog without any good version, or one of a newer format.
         ReadOnlyError: this process cannot write to the home or the local directory.
     """
-
-    def __init__(
-        self,
-        home: str | PathLike[str],
-        *,
-        tiers: Mapping[str, str | PathLike[str] | TierSpec] | None = None,
-        node: str = "local",
-        local: str | PathLike[str] | None = None,
-        storage_options: Mapping[str, str] | None = None,
-        limits: PublicationLimits | None = None,
-        read_deadline_s: float | None = None,
-        read_only: bool = False,
-    ) -> None:
-        self._pid = os.getpid()
-        self._closed = False
-        work = workspace.plan(home, tiers, node, local)
-        self._read_deadline_s = read_deadline_s
-        self._parts = Session(work, storage_options, limits or PublicationLimits(), read_only)
-        self._branches = Branches(self._parts.catalog)
-        self._at_exit = _close_at_exit(weakref.ref(self))
-        atexit.register(self._at_exit)
-
-    # places
-
-    @property
-    def home(self) -> str:
-        """The home as a directory or URL."""
-        return self._parts.work.home.url
-
-    @property
-    def local(self) -> Path:
-        """The local directory of this node's part; whatever a run writes beside the store lies below it."""
-        return self._parts.work.local
 
     # identity
 
@@ -332,55 +291,6 @@ class Memory:
         """Demands, pins and eviction."""
         return Residency(self._settled())
 
-    # decisions, events, branches
-
-    def record(self, kind: str, subject: bytes, body: Mapping[str, Any]) -> int:
-        """Append a decision or observation (plain JSON) and return its sequence; durable after `flush` or `close`."""
-        parts = self._open().require_writes()
-        try:
-            to_json(body)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"record {kind!r}: the body is not plain JSON ({error})") from error
-        record = Record(parts.clock.next(), kind, bytes(subject), dict(body))
-        parts.committer.submit_facts(Facts(records=[record]))
-        return record.sequence
-
-    def records(self, kind: str | None = None, subject: bytes | None = None) -> tuple[Record, ...]:
-        """Records in commit order, of a kind, about a subject."""
-        return tuple(self._settled().catalog.records(kind, subject))
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """What must not be lost though nothing stopped: one causal id with two content ids, and the like."""
-        return tuple(self._settled().catalog.events())
-
-    def branches(self) -> tuple[Branch, ...]:
-        """Every branch, by name."""
-        self._settled()
-        return self._branches.all()
-
-    def branch(self, name: str) -> Branch:
-        """One branch; NotFoundError where there is none."""
-        self._settled()
-        return self._branches.get(name)
-
-    def create_branch(self, name: str, head: bytes, *, actor: str, reason: str, source: str | None = None) -> Branch:
-        """Name a published node; `source` is the branch it forks from. BranchMovedError where the name is taken."""
-        self._settled()
-        return self._branches.create(name, head, actor=actor, reason=reason, source=source)
-
-    def move_branch(
-        self, name: str, head: bytes, *, expected: bytes, actor: str, reason: str, action: str = "move"
-    ) -> Branch:
-        """Compare-and-set a head; BranchMovedError where it does not stand at `expected`."""
-        self._settled()
-        return self._branches.move(name, head, expected=expected, actor=actor, reason=reason, action=action)
-
-    def log(self, name: str) -> tuple[Move, ...]:
-        """Moves of a branch, oldest first."""
-        self._settled()
-        return self._branches.log(name)
-
     # care
 
     @property
@@ -426,55 +336,3 @@ class Memory:
             for placement in parts.reader.replicas(content):
                 sizes[placement.tier] += placement.nbytes
         return sizes
-
-    def close(self) -> None:
-        """Publish what is queued and let go. Idempotent; in a forked child it only marks the handle."""
-        if self._closed:
-            return
-        self._closed = True
-        if os.getpid() == self._pid:
-            atexit.unregister(self._at_exit)
-            self._parts.close()
-
-    def __enter__(self) -> Self:
-        self._open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _open(self) -> Session:
-        if self._closed:
-            raise ClosedError("memory: closed; open it again")
-        if os.getpid() != self._pid:
-            raise ClosedError("memory: this handle was inherited by fork; open the memory again in the child process")
-        return self._parts
-
-    def _settled(self) -> Session:
-        """The parts, with this process's own queued facts in the catalog."""
-        parts = self._open()
-        if parts.committer.pending_facts:
-            parts.committer.flush()
-        return parts
-
-    def _nodes(self) -> NodeIndex:
-        parts = self._open()
-        parts.catalog.refresh("nodes")
-        return parts.catalog.nodes
-
-    def _tier(self, name: str) -> Tier:
-        tier = self._parts.tiers.get(name)
-        if tier is None:
-            raise NotFoundError(f"no tier {name!r} in this memory; it has {', '.join(self._parts.tiers)}")
-        return tier
-
-
-def _close_at_exit(memory: "weakref.ref[Memory]") -> Callable[[], None]:
-    def close() -> None:
-        alive = memory()
-        if alive is not None:
-            alive.close()
-
-    return close

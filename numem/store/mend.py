@@ -2,6 +2,7 @@
 
 volumes   brought to a good state from the ledger, and what they say about nodes and pieces taken into the catalog
 catalog   data files that are damaged are left out of a new version, and kept in quarantine
+          and a deletion that was cut short is ended
 pieces    volumes with damaged data files are written anew; every copy is scrubbed
 sweep     files of commits that never happened, of removed volumes and of the spool
 """
@@ -10,12 +11,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from numem.errors import RecoveryError, StoreError
 from numem.state.node import Node
 from numem.store import opening, recovery
+from numem.store.adoption import altered
 from numem.store.catalog import Facts
 from numem.store.catalog_check import RECOVERABLE
 from numem.store.collect import closed, ready_copies, remove, rewrite
@@ -56,15 +58,15 @@ class Mender:
         """All steps, under the maintenance lease."""
         parts = self._parts
         with lane(parts) as (_, fence):
+            for tier in parts.tiers.values():
+                self._volumes(tier)
+            fence()
+            self._catalog()
             if self._half_forgotten:
                 forget(
                     parts, ids=self._half_forgotten, actor="doctor", reason="a deletion that was cut short", fence=fence
                 )
                 self.done.append(Recovered("swept", "catalog/nodes", f"{len(self._half_forgotten)} forgotten nodes"))
-            for tier in parts.tiers.values():
-                self._volumes(tier)
-            fence()
-            self._catalog()
             for tier in parts.tiers.values():
                 fence()
                 self._evacuate(tier)
@@ -105,14 +107,15 @@ class Mender:
     def _evacuate(self, tier: Tier) -> None:
         """Write volumes anew that have data files which cannot be read, or that no version names: no catalog could be
         rebuilt from them. The damaged data files are kept."""
-        for name in tier.volumes():
-            bad = self._bad_files(tier, name)
+        ready = ready_copies(self._parts, tier)
+        damaged = {name: bad for name in tier.volumes() if (bad := self._bad_files(tier, name, ready.get(name, ())))}
+        for name, bad in damaged.items():
             with closed(self._parts, tier, name) as free:
-                if not bad or not free:
+                if not free:
                     continue
                 tier.seal(name)
                 copies = [copy for copy in ready_copies(self._parts, tier).get(name, ()) if tier.present(copy)]
-                documents = self._documents(tier, name, copies)
+                documents = self._documents(tier, damaged, copies)
                 if copies or documents["nodes"]:
                     rewrite(self._parts, tier, copies, documents)
                 gone = ready_copies(self._parts, tier).get(name, [])
@@ -126,29 +129,29 @@ class Mender:
                 detail = f"written anew with {len(copies)} pieces: {len(bad)} data files were damaged"
                 self.done.append(Recovered("rebuilt", f"{tier.label}/{name}", detail))
 
-    def _bad_files(self, tier: Tier, name: str) -> dict[str, Path | None]:
+    def _bad_files(self, tier: Tier, name: str, ready: Iterable[Placement]) -> dict[str, Path | None]:
         """Data files of a volume that cannot be read, or that hold pieces and that no version names -> local path."""
         volume = tier.volume(name)
         root = volume.location.path
-        bad = {copy.file for copy in ready_copies(self._parts, tier).get(name, ())}
+        bad = {copy.file for copy in ready}
         try:
             volume.dataset.refresh()
             files = list(volume.dataset.fragments())
         except StoreError:
             files = []
         bad -= set(files)
-        bad |= recovery.altered(volume.dataset, self._parts.ledger.read().get(volume.label, {})).intersection(files)
+        bad |= altered(volume.dataset, self._parts.ledger.read().get(volume.label, {})).intersection(files)
         bad |= {file for file in files if _facts(volume, file) is None}
         return {file: None if root is None else root / "data" / file for file in bad}
 
-    def _documents(self, tier: Tier, name: str, copies: Sequence[Placement]) -> Mapping[str, object]:
-        """What a facts row has to say in place of a volume's: nodes of its pieces, and in the home tier every node that no
-        other volume speaks of."""
+    def _documents(self, tier: Tier, damaged: Container[str], copies: Sequence[Placement]) -> Mapping[str, object]:
+        """What a facts row has to say in place of a damaged volume's: nodes of its pieces, and in the home tier every node
+        that no volume speaks of that stays."""
         catalog = self._parts.catalog
         wanted = {copy.content for copy in copies}
         told: set[bytes] = set()
         for other in tier.volumes() if tier is self._parts.home else ():
-            if other != name and not self._bad_files(tier, other):
+            if other not in damaged:
                 for file in tier.volume(other).dataset.fragments():
                     told |= {node.id for node in _facts(tier.volume(other), file) or ()}
         nodes = [

@@ -11,6 +11,7 @@ from numem.identity.digest import ID_BYTES
 from numem.state.node import Node
 from numem.store.facts import to_json
 
+_BINARY: Final = ("id", "parent", "scope", "applied", "marks", "pieces")
 # A catalog row ends with a digest of itself, as the last member of its JSON: `,"xxh3":"<32 hex digits>"}`.
 _SEAL: Final = ',"xxh3":"'
 _SEAL_CHARS: Final = len(_SEAL) + 32 + 2
@@ -97,18 +98,11 @@ def node_of_row(row: Mapping[str, Any], *, sealed: bool = False) -> Node:
 
 
 def _digest(row: Mapping[str, Any], extras: str) -> str:
-    digest = xxhash.xxh3_128()
-    for part in (
-        *(row[name] for name in ("id", "parent", "scope", "applied", "marks", "pieces")),
-        f"{row['kind']}\0{extras}".encode(),
-    ):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    digest.update(f"{row['sequence']} {row['start']} {row['count']}".encode())
-    return digest.hexdigest()
-
-
-_BINARY = ("id", "parent", "scope", "applied", "marks", "pieces")
+    """xxh3-128, hex, of all columns: numbers and lengths as text, then the columns back to back."""
+    parts = [row[name] for name in _BINARY]
+    parts += [row["kind"].encode(), extras.encode()]
+    head = " ".join(map(str, (row["sequence"], row["start"], row["count"], *map(len, parts))))
+    return xxhash.xxh3_128_hexdigest(b"\0".join((head.encode(), *parts)))
 
 
 def node_document(node: Node) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from numem.errors import RecoveryError, StoreError
 from numem.store import recovery
+from numem.store.adoption import adopt
 from numem.store.dataset import manifest_versions
 from numem.store.ledger import Entry
 from numem.store.reports import Recovered
@@ -86,7 +87,7 @@ def recover_volume(
     """Bring a volume of a writer that is not running to a good state; False where it cannot be appended to again.
 
     Args:
-        everything, rebuild: see `recovery.adopt` and `recovery.recover_dataset`.
+        everything, rebuild: see `adoption.adopt` and `recovery.recover_dataset`.
     """
     volume = tier.volume(name)
     mine = entries.get(volume.label, {})
@@ -103,7 +104,7 @@ def recover_volume(
             stems = {path.name.removesuffix(".lance") for path in (root / "data").glob("*")}
             if not everything and stems == {file.removesuffix(".lance") for file in known}:
                 return True
-        parts.recovered += recovery.adopt(tier, volume, parts.catalog, mine, everything=everything)
+        parts.recovered += adopt(tier, volume, parts.catalog, mine, everything=everything)
         parts.recovered += recovery.sweep(volume.dataset, parts.catalog.placements.files(tier.name, name))
     except (RecoveryError, StoreError) as error:
         # Its sidecars may still be read and verified; it is only never appended to again.
@@ -134,7 +135,7 @@ def adopt_foreign(parts: "Session", tier: Tier, name: str, entries: Entries) -> 
     if root is not None and not manifest_versions(root):
         return
     try:
-        parts.recovered += recovery.adopt(tier, volume, parts.catalog, entries.get(volume.label, {}), everything=True)
+        parts.recovered += adopt(tier, volume, parts.catalog, entries.get(volume.label, {}), everything=True)
     except StoreError as error:
         parts.recovered.append(Recovered("lost", volume.label, str(error)))
 

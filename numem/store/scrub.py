@@ -88,7 +88,8 @@ class Scrubber:
             for content in node.pieces:
                 self._scopes.setdefault(content, node.scope)
         whole = True
-        for name in names if tier is None else [tier]:
+        # A small budget would else be spent on the first tier for ever.
+        for name in sorted(names, key=self._last) if tier is None else [tier]:
             copies = self._copies(name)
             self._open_volumes(name, copies)
             whole = self._scrub(name, copies, budget_bytes, started, budget_s) and whole
@@ -177,6 +178,11 @@ class Scrubber:
         if not isinstance(at, list) or [type(value) for value in at] != [str, str, int, int]:
             return ("", "", 0, -1)
         return (at[0], at[1], at[2], at[3])
+
+    def _last(self, name: str) -> int:
+        """When a tier was looked at last, as the sequence of what was noted then; -1 for never."""
+        records = self._parts.catalog.records(KIND, self._subject(name))
+        return records[-1].sequence if records else -1
 
     def _remember(self, name: str, done: Placement | None) -> None:
         if done is not None:

@@ -137,9 +137,7 @@ class Session:
             )
             self.publisher.published.append(self.writes.published)
             self.publisher.published.append(lambda jobs: self._tidy_if_due())
-            self.committer = Committer(
-                self.publisher.commit, limits.max_pending_publications, self.evictor.make_space
-            )
+            self.committer = Committer(self.publisher.commit, limits.max_pending_publications, self.evictor.make_space)
             opened.callback(self.committer.close)
             self.captures = CaptureStage(self.committer, self.stats, limits)
             opened.callback(self.captures.close)
@@ -192,7 +190,9 @@ class Session:
     def require_writes(self) -> "Session":
         """These parts, unless the memory was opened for reading alone."""
         if self.read_only:
-            raise ReadOnlyError(f"memory {self.work.home.url}: opened with read_only=True; open it without to change it")
+            raise ReadOnlyError(
+                f"memory {self.work.home.url}: opened with read_only=True; open it without to change it"
+            )
         return self
 
     def trim_ledger(self) -> int:

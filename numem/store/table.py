@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from numem.errors import StoreError
+from numem.identity.digest import ID_BYTES
 from numem.store.dataset import Dataset
 from numem.store.facts import KEYS, SCHEMAS, Clock
 from numem.store.lance_errors import lance_errors
@@ -177,9 +178,8 @@ class FactTable:
         """
         key = KEYS[self.name]
         keys = column(self.scan((key,)), key)
-        found = np.flatnonzero(pc.is_in(keys, value_set=pa.array(values, keys.type)).to_numpy(zero_copy_only=False))
         with lance_errors(f"read {self.dataset.name}"):
-            return self.dataset.lance.take(found.tolist(), columns=self.schema.names)
+            return self.dataset.lance.take(_numbers(keys, values), columns=self.schema.names)
 
     def scan(self, columns: Sequence[str]) -> pa.Table:
         """Columns of all rows of the newest version, in commit order, without loading the table or verifying it."""
@@ -276,6 +276,20 @@ class FactTable:
 
 def _newest(rows: pa.Table) -> int:
     return int(pc.max(rows.column("sequence")).as_py()) if rows.num_rows else 0
+
+
+def _numbers(keys: pa.Array, values: Sequence[bytes]) -> list[int]:
+    """Where one of the values stands in an array of binary keys."""
+    numbers = np.arange(len(keys))
+    ends = np.frombuffer(keys.buffers()[1], np.int32)[keys.offset : keys.offset + len(keys) + 1] if len(keys) else None
+    if ends is not None and (np.diff(ends) == ID_BYTES).all() and all(len(value) == ID_BYTES for value in values):
+        # Digests: their first two bytes rule out all but a few of a hundred thousand, in a tenth of the time.
+        heads = np.frombuffer(keys.buffers()[2], np.uint8, ID_BYTES * len(keys), ends[0]).reshape(-1, ID_BYTES)[:, :2]
+        wanted = np.zeros(1 << 16, np.bool_)
+        wanted[[int.from_bytes(value[:2], "big") for value in values]] = True
+        numbers = np.flatnonzero(wanted[heads[:, 0] * np.uint16(256) + heads[:, 1]])
+        keys = keys.take(pa.array(numbers))
+    return list(numbers[pc.is_in(keys, value_set=pa.array(values, keys.type)).to_numpy(zero_copy_only=False)].tolist())
 
 
 def column(table: pa.Table, name: str) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from numem.errors import StoreError
 from numem.store import recovery
+from numem.store.adoption import altered
 from numem.store.catalog_check import CatalogCheck, strays
 from numem.store.dataset import manifest_versions
 from numem.store.facts import Placement, State
@@ -44,12 +45,18 @@ class VolumeCheck:
         self._entries = entries
         self._running = running
         self._archived = archived
+        self._ready: dict[str, list[Placement]] = {}
         self.volumes = 0
         self.lacking: dict[bytes, str] = {}
 
     def run(self) -> list[Finding]:
         findings = []
         tier = self._tier
+        placements = self._catalog.placements
+        for content in placements.contents():
+            for copy in placements.current(content):
+                if copy.state is State.READY and tier.reachable(copy):
+                    self._ready.setdefault(copy.volume, []).append(copy)
         for name in tier.volumes():
             self.volumes += 1
             findings += self._volume(name)
@@ -110,18 +117,13 @@ class VolumeCheck:
         known = catalog.placements.files(self._tier.name, name)
         files = sorted(volume.dataset.fragments())
         unknown = [file for file in files if file not in known]
-        ready = {
-            copy.file
-            for content in catalog.placements.contents()
-            for copy in catalog.placements.current(content)
-            if copy.volume == name and copy.state is State.READY and self._tier.reachable(copy)
-        }
+        ready = {copy.file for copy in self._ready.get(name, ())}
         missing = sorted(ready - set(files)) if whole else []
         nodes: set[str] = set()
         findings = []
-        altered = recovery.altered(volume.dataset, self._entries.get(volume.label, {}))
+        wrong = altered(volume.dataset, self._entries.get(volume.label, {}))
         for file in files:
-            if file in altered:
+            if file in wrong:
                 remedy = "its pieces may still be read; repair copies them to a new volume"
                 what = "bytes differ from those that were acknowledged"
                 findings.append(Finding(Severity.REPAIRABLE, f"{volume.label}/{file}", what, remedy))
@@ -159,15 +161,12 @@ class VolumeCheck:
 
     def _sidecars(self) -> list[Finding]:
         """Copies that are said to be ready, and whose bytes cannot be there."""
-        placements = self._catalog.placements
-        short: dict[str, list[Placement]] = {}
         sizes: dict[str, dict[str, int]] = {}
-        for content in placements.contents():
-            for copy in placements.current(content):
-                if copy.state is State.READY and self._tier.reachable(copy) and not self._present(copy, sizes):
-                    short.setdefault(copy.volume, []).append(copy)
         findings = []
-        for volume, copies in sorted(short.items()):
+        for volume, ready in sorted(self._ready.items()):
+            copies = [copy for copy in ready if not self._present(copy, sizes)]
+            if not copies:
+                continue
             alone = [copy for copy in copies if not self._elsewhere(copy, sizes)]
             what = f"the sidecar of {len(copies)} copies is missing or cut short"
             for copy in alone:

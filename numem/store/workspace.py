@@ -111,7 +111,9 @@ def plan(
         if spec.url == HOST and spec.capacity is None:
             raise InputError(f'tier {name!r}: memory of this process needs a capacity; TierSpec("host", capacity=...)')
         if spec.url == HOST and spec.write in ("back", "archive"):
-            raise InputError(f"tier {name!r}: memory of this process does not last; write it through, selective or demand")
+            raise InputError(
+                f"tier {name!r}: memory of this process does not last; write it through, selective or demand"
+            )
     archives = {
         name: locate_archive(f"tier {name!r}", spec.url) for name, spec in specs.items() if spec.write == "archive"
     }
