@@ -1,6 +1,6 @@
 """Maintenance of the store as assets: rounds of the maintenance lane, and the copies that demands ask for.
 
-Belongs here: what a person reads about a round. What is done: `numem.store.maintain` and `numem.store.reconcile`. One
+Belongs here: what a person reads about a round. What is done: `numem.store.upkeep.maintain` and `numem.store.placement.reconcile`. One
 process maintains a memory at a time; where another one does, the asset is skipped, since nothing is wrong.
 
 Dagster concept: https://docs.dagster.io/guides/build/assets
@@ -19,9 +19,9 @@ from dagster_project.resources.memory import MemoryResource
 from numem.errors import LeaseHeldError
 
 if TYPE_CHECKING:
-    from numem.store.maintain import MaintainReport
     from numem.store.memory import Memory
-    from numem.store.reconcile import ReconcileReport
+    from numem.store.placement.reconcile import ReconcileReport
+    from numem.store.upkeep.maintain import MaintainReport
 
 Context = dg.AssetExecutionContext
 Result = dg.MaterializeResult[Any]

@@ -15,7 +15,7 @@ import pytest
 
 from numem.bench.s3server import S3Server, free_ports, make_bucket, program, serve, stop, storage_options
 from numem.store.memory import Memory
-from numem.store.objects import DEADLINE_S, Objects
+from numem.store.payload.objects import DEADLINE_S, Objects
 from numem.store.urls import locate
 from tests.fault_proxy import FaultProxy, fault_proxy
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from numem.errors import CapacityError, LeaseHeldError
 from numem.state.node import Node
-from numem.store.doctor import diagnose
 from numem.store.memory import Memory
+from numem.store.upkeep.doctor import diagnose
 from tests.store_fixtures import COUNT, SCOPE, Chain, make_chain, payload, read_back
 
 NBYTES = 70_000

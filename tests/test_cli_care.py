@@ -16,7 +16,7 @@ from numem.identity.chain import plan
 from numem.job.batch import Batch, Item, save_batch
 from numem.job.sharing import Prefix
 from numem.store.config import TierSpec
-from numem.store.maintain import lane
+from numem.store.upkeep.maintain import lane
 from tests.cli_fixtures import error, output
 from tests.store_fixtures import SCOPE, Chain, flip, make_chain, put
 

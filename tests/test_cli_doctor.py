@@ -88,7 +88,7 @@ def blocks() -> list[str]:
 def test_the_guide_names_commands_that_exist() -> None:
     known = {command.name or (command.callback and command.callback.__name__) for command in app.registered_commands}
     named = {line.split()[1] for block in blocks() for line in block.splitlines() if line.startswith("numem ")}
-    assert named - known == {"demo"}
+    assert named - known <= {"demo"}  # of the orchestrating half, which other tests mount
     assert {"tiers", "maintain", "scrub", "forget", "doctor", "archive", "reconcile"} <= named
 
 

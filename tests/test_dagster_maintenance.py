@@ -13,7 +13,7 @@ from dagster_project.definitions import build_defs
 from dagster_project.jobs import maintain_daily
 from dagster_project.resources.memory import MemoryResource
 from numem import Memory
-from numem.store.maintain import catalog_bytes, lane, payload_bytes
+from numem.store.upkeep.maintain import catalog_bytes, lane, payload_bytes
 from tests.store_fixtures import Chain, assert_readable, flip, make_chain, put
 
 NBYTES = 70_000

@@ -12,14 +12,15 @@ import pyarrow as pa
 import pytest
 
 from numem.errors import StorageFullError, StoreError
-from numem.store import barrier, collect, recovery
-from numem.store.collect import retire
-from numem.store.dataset import Dataset
-from numem.store.doctor import diagnose, repair
-from numem.store.facts import State
+from numem.store import barrier
+from numem.store.catalog.facts import State
 from numem.store.memory import Memory
+from numem.store.payload.dataset import Dataset
+from numem.store.payload.tier import Tier
 from numem.store.session import Session
-from numem.store.tier import Tier
+from numem.store.upkeep import collect, recovery
+from numem.store.upkeep.collect import retire
+from numem.store.upkeep.doctor import diagnose, repair
 from numem.store.urls import Location, locate
 from tests.s3_fixtures import Place
 from tests.store_fixtures import SCOPE, assert_readable, die_at, make_chain, put, run_children, sidecars

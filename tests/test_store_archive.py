@@ -12,10 +12,10 @@ import pytest
 
 from numem.errors import IntegrityError, NotFoundError, SchemeError, StoreError
 from numem.store import barrier
-from numem.store.archive import s3_options
-from numem.store.catalog import Facts
-from numem.store.facts import State
+from numem.store.catalog.catalog import Facts
+from numem.store.catalog.facts import State
 from numem.store.memory import Memory, TierSpec
+from numem.store.upkeep.archive import s3_options
 from tests.s3_fixtures import Place
 from tests.store_fixtures import assert_readable, die_at, flip, make_chain, put, run_children, sidecars
 

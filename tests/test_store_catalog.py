@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 from numem.state.node import Node
-from numem.store import table as table_module
-from numem.store.catalog import Facts
-from numem.store.facts import SCHEMAS, Clock, Placement, State
+from numem.store.catalog import table as table_module
+from numem.store.catalog.catalog import Facts
+from numem.store.catalog.facts import SCHEMAS, Clock, Placement, State
 from numem.store.memory import Memory
 from tests.store_fixtures import SCOPE, assert_readable, make_chain, make_node, payload, put
 

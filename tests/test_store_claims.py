@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from numem.errors import CapacityError, InputError, LeaseError, NotFoundError
-from numem.store import claims
 from numem.store.memory import Memory, TierSpec
+from numem.store.placement import claims
 from tests.store_fixtures import SCOPE, make_chain, put, read_back, run_children
 
 SIZE = 70_000

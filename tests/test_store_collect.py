@@ -107,7 +107,7 @@ def test_second_copies_in_one_tier_go(tmp_path: Path) -> None:
         parts = memory._parts
         parts.home.close_volume()
         copies = [memory.placements(node.pieces[0])[0] for node, _ in chain]
-        from numem.store.collect import rewrite
+        from numem.store.upkeep.collect import rewrite
 
         rewrite(parts, parts.home, copies, {})
         for node, _ in chain:

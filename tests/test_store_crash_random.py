@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from numem.store.doctor import diagnose
 from numem.store.memory import Memory
+from numem.store.upkeep.doctor import diagnose
 from tests.store_fixtures import assert_readable
 from tests.store_workers import acknowledged, chain_of, check, work
 

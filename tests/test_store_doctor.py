@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from numem.errors import NotFoundError, StoreError
-from numem.store import catalog, recovery
-from numem.store.collect import retire
+from numem.store.catalog import catalog
+from numem.store.catalog.facts import ORDER, Event, Record
 from numem.store.config import TierSpec
-from numem.store.dataset import manifest_path, manifest_versions
-from numem.store.doctor import DoctorReport, Severity, diagnose, repair
-from numem.store.facts import ORDER, Event, Record
 from numem.store.memory import Memory
+from numem.store.payload.dataset import manifest_path, manifest_versions
+from numem.store.upkeep import recovery
+from numem.store.upkeep.collect import retire
+from numem.store.upkeep.doctor import DoctorReport, Severity, diagnose, repair
 from tests.s3_fixtures import Place
 from tests.store_fixtures import (
     Chain,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from numem.errors import LeaseLostError, SchemeError, StoreError
-from numem.store.epoch import EpochLease, Leases, LocalLeases, RemoteLeases, kept, leases_at
-from numem.store.objects import Objects
+from numem.store.payload.objects import Objects
+from numem.store.upkeep.epoch import EpochLease, Leases, LocalLeases, RemoteLeases, kept, leases_at
 from numem.store.urls import Location, locate
 from tests.fault_proxy import Fault, FaultProxy
 from tests.s3_fixtures import Place

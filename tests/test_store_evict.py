@@ -15,10 +15,10 @@ from numem import policy
 from numem.errors import CapacityError, StorageFullError
 from numem.identity.digest import content_id
 from numem.state.node import Node
-from numem.store import account
 from numem.store.config import TierSpec
 from numem.store.memory import Memory
-from numem.store.tier import Tier
+from numem.store.payload.tier import Tier
+from numem.store.placement import account
 from tests.s3_fixtures import Place
 from tests.store_fixtures import assert_readable, die_at, make_chain, make_node, payload, put, read_back, run_children
 
@@ -398,7 +398,7 @@ def test_a_stray_copy_leaves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         memory.promote([half[0].id])
         memory.promote([double[0].id])
         assert memory.residency.used("ssd") == 4 * SIZE
-        from numem.store.collect import retire
+        from numem.store.upkeep.collect import retire
 
         retire(memory._parts, [half[0].id, double[0].id], "collected")
         report = memory.residency.evict("ssd", 1)

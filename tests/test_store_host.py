@@ -13,7 +13,7 @@ import pytest
 from numem.errors import InputError
 from numem.identity.digest import checksum, content_id
 from numem.policy import NAMES
-from numem.store.host import NO_ROOM, TOO_LARGE, Host
+from numem.store.reading.host import NO_ROOM, TOO_LARGE, Host
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -74,7 +74,7 @@ def test_the_system_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError
 
     host = Host(1000)
-    monkeypatch.setattr("numem.store.host._allocate", fail)
+    monkeypatch.setattr("numem.store.reading.host._allocate", fail)
     content, data, xxh3 = piece(1, 600)
     assert not host.put(content, data, xxh3)
     assert (host.stats().used, host.stats().pieces) == (0, 0) and sum(host.stats().refused.values()) == 1

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from numem.errors import InputError, IntegrityError, NotFoundError
-from numem.store.hosting import NO_ROOM
 from numem.store.memory import Memory, TierSpec
+from numem.store.reading.hosting import NO_ROOM
 from tests.store_fixtures import assert_readable, make_chain, make_node, payload, put, read_back, sidecars
 
 SIZE = 70_000

@@ -8,13 +8,13 @@ import pytest
 
 from numem.errors import IntegrityError
 from numem.state.node import Node
-from numem.store import index as index_module
-from numem.store import table as table_module
-from numem.store.catalog import Catalog, Facts
-from numem.store.collect import retire
-from numem.store.facts import Clock
+from numem.store.catalog import index as index_module
+from numem.store.catalog import table as table_module
+from numem.store.catalog.catalog import Catalog, Facts
+from numem.store.catalog.facts import Clock
+from numem.store.catalog.nodes import node_of, node_of_row, node_row, sealed_row
 from numem.store.memory import Memory
-from numem.store.nodes import node_of, node_of_row, node_row, sealed_row
+from numem.store.upkeep.collect import retire
 from tests.store_fixtures import SCOPE, assert_readable, flip, make_chain, make_node, payload, put
 
 
@@ -72,7 +72,7 @@ def test_rows_without_a_seal_are_looked_up_through_the_digests_of_their_files(
     """What an earlier release wrote."""
     nodes = _nodes(3)
     monkeypatch.setattr(
-        "numem.store.catalog.sealed_row", lambda sequence, node: {"sequence": sequence, **node_row(node)}
+        "numem.store.catalog.catalog.sealed_row", lambda sequence, node: {"sequence": sequence, **node_row(node)}
     )
     with Memory(tmp_path) as memory:
         _append(memory, nodes, 3)

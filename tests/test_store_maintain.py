@@ -6,8 +6,8 @@ import pytest
 
 from numem.errors import LeaseHeldError, LeaseLostError
 from numem.store import barrier
-from numem.store.maintain import lane
 from numem.store.memory import Memory
+from numem.store.upkeep.maintain import lane
 from tests.store_fixtures import assert_readable, make_chain, payload, put, read_back, run_children
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numem.errors import InputError, NumemError, RecoveryError, SchemeError
-from numem.store.doctor import diagnose
 from numem.store.memory import Memory
+from numem.store.upkeep.doctor import diagnose
 from numem.store.urls import locate, require_name
 from numem.store.workspace import plan
 from tests.store_fixtures import assert_readable, make_chain, put

@@ -9,8 +9,9 @@ import pytest
 from lance.fragment import write_fragments
 
 from numem.errors import StorageFullError
-from numem.store import dataset, sidecar, spool
 from numem.store.memory import Memory
+from numem.store.payload import dataset, sidecar
+from numem.store.publication import spool
 from tests.store_fixtures import SCOPE, assert_readable, make_chain, put, sidecars, tree
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from numem.errors import InputError, NotFoundError
-from numem.store import promote
 from numem.store.barrier import observe
-from numem.store.catalog import Facts
-from numem.store.demands import Plan
-from numem.store.facts import Placement, State
+from numem.store.catalog.catalog import Facts
+from numem.store.catalog.facts import Placement, State
 from numem.store.memory import Memory, TierSpec
+from numem.store.placement import promote
+from numem.store.placement.demands import Plan
 from tests.store_fixtures import (
     SCOPE,
     assert_readable,
@@ -231,7 +231,7 @@ def test_a_node_that_leaves_meanwhile_is_not_made_ready(tmp_path: Path) -> None:
 
         def retire(step: str, what: str) -> None:
             if step == "payload durable" and what.startswith("ssd"):
-                from numem.store.facts import Retired
+                from numem.store.catalog.facts import Retired
 
                 parts = memory._parts
                 parts.catalog.append(Facts(retired=[Retired(parts.clock.next(), node.id, "forgotten")]))

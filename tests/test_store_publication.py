@@ -12,8 +12,9 @@ import pyarrow as pa
 import pytest
 
 from numem.errors import ClosedError, InputError, IntegrityError, RejectedError
-from numem.store import barrier, sidecar
+from numem.store import barrier
 from numem.store.memory import Memory, PublicationLimits, Ticket
+from numem.store.payload import sidecar
 from tests.store_fixtures import SCOPE, assert_readable, make_chain, make_node, payload, put, read_back
 
 WAIT = 30.0

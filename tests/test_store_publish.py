@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from numem.errors import InputError, IntegrityError, NotFoundError, StoreError
-from numem.store import sidecar
 from numem.store.memory import Memory
+from numem.store.payload import sidecar
 from tests.store_fixtures import (
     SCOPE,
     assert_readable,

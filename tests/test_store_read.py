@@ -13,10 +13,11 @@ import torch
 
 from numem.errors import InputError, IntegrityError, NotFoundError
 from numem.state.node import Node
-from numem.store import runs, sidecar, volume
-from numem.store.catalog import Facts
-from numem.store.facts import State
+from numem.store.catalog.catalog import Facts
+from numem.store.catalog.facts import State
 from numem.store.memory import Memory
+from numem.store.payload import sidecar, volume
+from numem.store.reading import runs
 from tests.store_fixtures import assert_readable, flip, make_chain, make_node, payload, put, read_back, sidecars
 
 Chain = list[tuple[Node, list[bytes]]]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from numem.errors import DeadlineError, IntegrityError, NotFoundError
-from numem.store import fetch
-from numem.store.catalog import Facts
-from numem.store.facts import State
+from numem.store.catalog.catalog import Facts
+from numem.store.catalog.facts import State
 from numem.store.memory import Memory
-from numem.store.objects import REQUEST_BYTES
+from numem.store.payload.objects import REQUEST_BYTES
+from numem.store.reading import fetch
 from tests.fault_proxy import Fault, FaultProxy
 from tests.s3_fixtures import Place
 from tests.store_fixtures import assert_readable, make_chain, make_node, payload, put, read_back, sidecars

@@ -8,7 +8,7 @@ import pytest
 
 from numem.errors import NumemError, StoreError
 from numem.store.memory import Memory
-from numem.store.objects import REQUEST_BYTES
+from numem.store.payload.objects import REQUEST_BYTES
 from tests.fault_proxy import Fault, FaultProxy
 from tests.s3_fixtures import Place
 from tests.store_fixtures import assert_readable, make_chain, make_node, payload, put, read_back, run_children

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from numem.errors import StoreError, UnknownOutcomeError
-from numem.store.objects import REQUEST_BYTES, plan_requests
+from numem.store.payload.objects import REQUEST_BYTES, plan_requests
 from tests.fault_proxy import Fault, FaultProxy
 from tests.s3_fixtures import Place
 from tests.store_fixtures import payload

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 from numem.errors import BackendError, StoreError
-from numem.store import probe
 from numem.store.memory import Memory
-from numem.store.objects import Objects, Stored
+from numem.store.payload import probe
+from numem.store.payload.objects import Objects, Stored
 from numem.store.urls import Location
 from tests.fault_proxy import FaultProxy
 from tests.s3_fixtures import Place

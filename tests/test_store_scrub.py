@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from numem.errors import IntegrityError, NotFoundError
-from numem.store import runs, scrub
 from numem.store.memory import Memory, Placement
-from numem.store.reader import Reader
+from numem.store.reading import runs
+from numem.store.reading.reader import Reader
+from numem.store.upkeep import scrub
 from tests.store_fixtures import assert_readable, flip, make_chain, make_node, payload, put, read_back, sidecars
 
 SIZE = 70_000

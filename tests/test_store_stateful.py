@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from numem.errors import CapacityError, StoreError
 from numem.store import barrier
-from numem.store.doctor import diagnose
 from numem.store.memory import Memory
+from numem.store.upkeep.doctor import diagnose
 from tests.store_fixtures import COUNT, SCOPE, flip, make_node, payload, read_back, sidecars
 
 SIZES = (1, 300, 4_096, 65_535, 65_536, 70_001)

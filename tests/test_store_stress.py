@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from numem.store.doctor import diagnose
-from numem.store.facts import State
+from numem.store.catalog.facts import State
 from numem.store.memory import Memory
+from numem.store.upkeep.doctor import diagnose
 from tests.store_fixtures import assert_readable
 from tests.store_workers import NBYTES, acknowledged, chain_of, check, work
 

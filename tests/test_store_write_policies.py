@@ -9,7 +9,7 @@ import pytest
 
 from numem.errors import CapacityError, ClosedError, InputError, QuotaError, StorageFullError, StoreError
 from numem.store.memory import Memory, TierSpec
-from numem.store.tier import Tier
+from numem.store.payload.tier import Tier
 from tests.store_fixtures import (
     SCOPE,
     assert_readable,
@@ -88,7 +88,7 @@ def test_selective_a_second_read_promotes(tmp_path: Path) -> None:
 
 def test_selective_waits_are_bounded_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = make_chain(3)
-    monkeypatch.setattr("numem.store.writes._WAITING", 1)
+    monkeypatch.setattr("numem.store.publication.writes._WAITING", 1)
     with open_at(tmp_path, "selective") as memory:
         put(memory, chain)
         buffers = [(node.pieces[0], bytearray(SIZE)) for node, _ in chain]

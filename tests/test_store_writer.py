@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from numem.store.pieces import ALIGNMENT, aligned
-from numem.store.sidecar import SidecarWriter, sidecar_name
+from numem.store.payload.pieces import ALIGNMENT, aligned
+from numem.store.payload.sidecar import SidecarWriter, sidecar_name
 from tests.store_fixtures import payload
 
 FILE = f"{'0' * 32}.lance"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dagster_project.cli import app
 from numem.bench.s3server import S3Server
 from numem.job.two_workers import run_two_workers
-from numem.store.objects import Objects
+from numem.store.payload.objects import Objects
 from numem.store.urls import locate
 from tests.s3_fixtures import Place
 

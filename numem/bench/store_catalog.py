@@ -14,8 +14,8 @@ from numem.bench.pairs import figure, interleaved, median_ms
 from numem.job.reports import nearest_rank
 from numem.state.manifest import chunk_of
 from numem.state.node import Node
-from numem.store.catalog import Facts
-from numem.store.facts import Placement
+from numem.store.catalog.catalog import Facts
+from numem.store.catalog.facts import Placement
 from numem.store.memory import Memory
 
 ROWS = 100_000

@@ -13,7 +13,7 @@ from numem.identity.digest import content_id
 from numem.state.manifest import chunk_of
 from numem.state.node import Node
 from numem.store.memory import Memory
-from numem.store.sidecar import sidecar_name
+from numem.store.payload.sidecar import sidecar_name
 
 COUNT = 16
 NBYTES = 4 << 20

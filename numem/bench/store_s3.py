@@ -11,7 +11,7 @@ from numem.bench.pairs import figure, interleaved, median_ms, ratios
 from numem.bench.s3server import S3Server, serve
 from numem.errors import StoreError
 from numem.store.memory import Memory
-from numem.store.sidecar import sidecar_name
+from numem.store.payload.sidecar import sidecar_name
 
 COUNT = 16
 NBYTES = 4 << 20

@@ -9,7 +9,7 @@ from numem.environment import memory_home, places
 from numem.terminal import JsonFlag, busy, emit, guarded, table
 
 if TYPE_CHECKING:
-    from numem.store.findings import DoctorReport
+    from numem.store.upkeep.findings import DoctorReport
 
 # Rows of a table that could be as long as a memory has pieces.
 ROWS = 40
@@ -26,7 +26,7 @@ def doctor(
     if mend:
         _repair(home, as_json)
         return
-    from numem.store.doctor import diagnose
+    from numem.store.upkeep.doctor import diagnose
 
     with busy("looking"):
         report = diagnose(home, **places())
@@ -36,7 +36,7 @@ def doctor(
 
 
 def _repair(home: str, as_json: bool) -> None:
-    from numem.store.doctor import repair
+    from numem.store.upkeep.doctor import repair
 
     with busy("repairing"):
         report = repair(home, **places())

@@ -28,7 +28,7 @@ def forget(
 ) -> None:
     """Delete states for good: payload, tokens, batches and outputs. Exits with 1 when something could not be reached."""
     from numem.job.forget import ForgottenBatches, forget_batches
-    from numem.store.forget import ForgetReport
+    from numem.store.upkeep.forget import ForgetReport
 
     if sum(given is not None for given in (scope, branch, node)) != 1:
         raise typer.BadParameter("give exactly one of --scope, --branch and --node")

@@ -29,7 +29,7 @@ from numem.runtime.chunks import chunk_node
 from numem.runtime.prefix import lookup
 from numem.state.spec import Slab, StateSpec
 from numem.store.memory import Memory
-from numem.store.objects import Objects
+from numem.store.payload.objects import Objects
 from numem.store.urls import locate
 
 CHUNK = 2

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from numem.errors import InputError, NotFoundError, StoreError
 from numem.identity.digest import ID_BYTES
-from numem.store.catalog import Catalog, Facts
-from numem.store.facts import BranchFact
+from numem.store.catalog.catalog import Catalog, Facts
+from numem.store.catalog.facts import BranchFact
 
 NAME_LIMIT = 255
 

@@ -15,8 +15,8 @@ from numem.errors import InputError
 from numem.identity.chain import PAGE_TOKENS, TOKEN_BYTES, common_tokens, pack_tokens, page_ids
 from numem.runtime.chunks import KIND
 from numem.state.node import Node
-from numem.store.leases import Lease
 from numem.store.memory import Memory
+from numem.store.placement.leases import Lease
 
 
 @dataclass(frozen=True, slots=True)

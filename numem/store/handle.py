@@ -12,13 +12,13 @@ from typing import Any, Self
 from numem.errors import ClosedError, InputError, NotFoundError
 from numem.lineage.branches import Branch, Branches, Move
 from numem.store import workspace
-from numem.store.capture import PublicationLimits
-from numem.store.catalog import Facts
+from numem.store.catalog.catalog import Facts
+from numem.store.catalog.facts import Event, Record, to_json
+from numem.store.catalog.index import NodeIndex
 from numem.store.config import TierSpec
-from numem.store.facts import Event, Record, to_json
-from numem.store.index import NodeIndex
+from numem.store.payload.tier import Tier
+from numem.store.publication.capture import PublicationLimits
 from numem.store.session import Session
-from numem.store.tier import Tier
 
 
 class Handle:

@@ -17,14 +17,15 @@ from numem.identity.fingerprint import Identity
 from numem.lineage.branches import Branch, Move
 from numem.state.manifest import Manifest
 from numem.state.node import Node, project
-from numem.store import claims, intake
-from numem.store.capture import PublicationLimits
-from numem.store.care import Care
-from numem.store.catalog import Facts
+from numem.store.catalog.catalog import Facts
+from numem.store.catalog.facts import Event, Placement, Record
 from numem.store.config import TierSpec
-from numem.store.facts import Event, Placement, Record
 from numem.store.handle import Handle
-from numem.store.leases import TTL_S, Lease
+from numem.store.placement import claims
+from numem.store.placement.leases import TTL_S, Lease
+from numem.store.placement.residency import Residency
+from numem.store.publication import intake
+from numem.store.publication.capture import PublicationLimits
 from numem.store.reports import (
     PromoteReport,
     PublishReceipt,
@@ -34,7 +35,7 @@ from numem.store.reports import (
     Ticket,
     VerifyReport,
 )
-from numem.store.residency import Residency
+from numem.store.upkeep.care import Care
 
 __all__ = [
     "Branch",

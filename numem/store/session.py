@@ -7,32 +7,32 @@ from typing import Any
 from numem.errors import InputError, ReadOnlyError
 from numem.identity.digest import framed_sha256
 from numem.identity.fingerprint import Identity
-from numem.store import maintain, opening
-from numem.store.archive import Archive
 from numem.store.background import Background
-from numem.store.capture import CaptureStage, PublicationLimits
-from numem.store.catalog import Catalog, Facts
-from numem.store.committer import Committer
-from numem.store.epoch import leases_at
-from numem.store.evict import Evictor
-from numem.store.facts import Clock, Placement
-from numem.store.holders import Holders
-from numem.store.host import Host
-from numem.store.hosting import Hosting
-from numem.store.leases import LeaseTable
-from numem.store.ledger import Entry, Ledger
-from numem.store.promote import Promoter
-from numem.store.publish import Publisher
-from numem.store.quota import Quotas
-from numem.store.reader import Reader
-from numem.store.reconcile import Reconciler
+from numem.store.catalog.catalog import Catalog, Facts
+from numem.store.catalog.facts import Clock, Placement
+from numem.store.catalog.holders import Holders
+from numem.store.catalog.ledger import Entry, Ledger
+from numem.store.payload.tier import Tier, TierConfig, WriterLock
+from numem.store.placement.evict import Evictor
+from numem.store.placement.leases import LeaseTable
+from numem.store.placement.promote import Promoter
+from numem.store.placement.reconcile import Reconciler
+from numem.store.publication.capture import CaptureStage, PublicationLimits
+from numem.store.publication.committer import Committer
+from numem.store.publication.publish import Publisher
+from numem.store.publication.quota import Quotas
+from numem.store.publication.spool import Spool
+from numem.store.publication.writes import Writes
+from numem.store.reading.host import Host
+from numem.store.reading.hosting import Hosting
+from numem.store.reading.reader import Reader
+from numem.store.reading.verify import Verifier
 from numem.store.reports import Recovered
-from numem.store.spool import Spool
 from numem.store.stats import Stats
-from numem.store.tier import Tier, TierConfig, WriterLock
-from numem.store.verify import Verifier
+from numem.store.upkeep import maintain, opening
+from numem.store.upkeep.archive import Archive
+from numem.store.upkeep.epoch import leases_at
 from numem.store.workspace import Workspace, owner, prepare, require_made, require_writable
-from numem.store.writes import Writes
 
 
 def content_key(salt: bytes) -> bytes | None:

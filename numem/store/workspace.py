@@ -26,8 +26,8 @@ from numem.errors import InputError, NotFoundError, ReadOnlyError, RecoveryError
 from numem.store import barrier
 from numem.store.config import TierSpec
 from numem.store.lance_errors import lance_errors
-from numem.store.objects import Objects
-from numem.store.probe import require_safe
+from numem.store.payload.objects import Objects
+from numem.store.payload.probe import require_safe
 from numem.store.urls import Location, locate, locate_archive, require_name
 
 FORMAT = 1

@@ -1,0 +1,1 @@
+"""Facts: what is appended, how it is kept, and how it is found."""

@@ -1,0 +1,1 @@
+"""Bytes: pieces, volumes, tiers, and the objects and files they lie in."""

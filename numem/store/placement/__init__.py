@@ -1,0 +1,1 @@
+"""Which copies are wanted, kept, made and let go of."""

@@ -1,0 +1,1 @@
+"""From a caller's buffers to durable and visible."""

@@ -1,0 +1,1 @@
+"""From a placement to verified bytes in a caller's buffers."""

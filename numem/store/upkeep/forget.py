@@ -1,0 +1,244 @@
+"""Deletion for good: of a tenant (a scope), of a branch, or of single nodes.
+
+Tokens and payload leave the spool, every volume that this node can change, and every version of the catalog; what only
+the forgotten nodes used goes, what others use too stays. The report names what could not be reached: volumes that a
+running process writes, tiers of other nodes, archives. Facts that a node is gone stay (its id says nothing about its
+content), so that no copy elsewhere brings it back.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from numem.errors import InputError, IntegrityError, NotFoundError
+from numem.state.node import Node
+from numem.store.catalog import compact
+from numem.store.catalog.catalog import Facts
+from numem.store.catalog.facts import Record, Retired, State
+from numem.store.catalog.nodes import split_ids
+from numem.store.catalog.table import column
+from numem.store.payload.tier import Tier
+from numem.store.session import Session
+from numem.store.upkeep import collect, recovery
+
+Fence = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetReport:
+    """Outcome of a deletion.
+
+    Attributes:
+        nodes: nodes that were removed.
+        pieces, shared: pieces that only they used, which are gone; pieces that others use too, which stay.
+        volumes: volumes that were removed, their other content rewritten.
+        staged: spool files removed.
+        bytes: bytes of payload removed.
+        unreached: places that may still hold some of it, and why; empty where the deletion is complete.
+    """
+
+    nodes: int = 0
+    pieces: int = 0
+    shared: int = 0
+    volumes: int = 0
+    staged: int = 0
+    bytes: int = 0
+    unreached: tuple[str, ...] = ()
+
+
+def forget(
+    parts: Session,
+    *,
+    scope: bytes | None = None,
+    branch: str | None = None,
+    ids: Iterable[bytes] | None = None,
+    actor: str,
+    reason: str,
+    fence: Fence = lambda: None,
+) -> ForgetReport:
+    """Delete a scope, what only a branch reaches (and the branch), or nodes with everything that builds on them.
+
+    Raises:
+        InputError: not exactly one of the three.
+        NotFoundError: no such scope, branch or node.
+    """
+    if sum(given is not None for given in (scope, branch, ids)) != 1:
+        raise InputError("forget: give exactly one of scope, branch and ids")
+    parts.catalog.refresh("placements", "nodes", "branches", "identities", force=True)
+    chosen = _chosen(parts, scope, branch, ids)
+    staged = _staged(parts, scope, chosen)
+    chosen |= staged
+    branches = {fact.name for fact in parts.catalog.branch_facts() if fact.head in chosen or fact.name == branch}
+    fence()
+    with parts.catalog.transaction():
+        facts = [Retired(parts.clock.next(), node, "forgotten") for node in sorted(chosen)]
+        parts.catalog.append(Facts(retired=facts))
+        doomed, shared = _pieces(parts, chosen)
+        copies = [
+            placement.turned(parts.clock.next(), State.EVICTED, "forgotten")
+            for content in doomed
+            for placement in parts.catalog.placements.current(content)
+            if placement.state is not State.EVICTED
+        ]
+        if copies:
+            parts.catalog.append(Facts(placements=copies))
+    for node in staged:
+        parts.spool.discard(node)
+    parts.hosting.discard(doomed)
+    nbytes, volumes, unreached = 0, 0, _elsewhere(parts, doomed) + _archived(parts, doomed)
+    forgotten = compact.Forgotten(
+        frozenset(chosen), frozenset(doomed), frozenset({scope} if scope else ()), frozenset(branches)
+    )
+    for tier in parts.tiers.values():
+        size, count, left = _purge(parts, tier, forgotten, fence)
+        nbytes, volumes, unreached = nbytes + size, volumes + count, unreached + left
+    fence()
+    shutil.rmtree(parts.work.quarantine, ignore_errors=True)
+    recovery.sweep_spool(parts.work.spool, 0)
+    compact.compact(
+        parts.catalog, parts.volume_gone, least=0, keep_versions_s=0, grace_s=0, without=forgotten, fence=fence
+    )
+    for table in parts.catalog.tables.values():
+        with parts.catalog.exclusive():
+            table.dataset.refresh()
+            recovery.sweep(table.dataset, set(), 0)  # a compaction that was cut short left such files
+    parts.trim_ledger()
+    unreached += [f"catalog/{file}: {why}; run numem doctor" for file, why in parts.catalog.damaged().items()]
+    report = ForgetReport(len(chosen), len(doomed), len(shared), volumes, len(staged), nbytes, tuple(unreached))
+    body = {"actor": actor, "reason": reason, "nodes": report.nodes, "pieces": report.pieces, "bytes": nbytes}
+    parts.catalog.append(Facts(records=[Record(parts.clock.next(), "forgotten", scope or b"", body)]))
+    return report
+
+
+def _chosen(parts: Session, scope: bytes | None, branch: str | None, ids: Iterable[bytes] | None) -> set[bytes]:
+    """Nodes to forget, retired ones included: their rows may still be there."""
+    rows = parts.catalog.tables["nodes"]
+    rows.dataset.refresh()
+    found: dict[bytes, tuple[bytes, bytes]] = {}
+    for _, part in rows.read(list(rows.dataset.fragments().values()), ("id", "parent", "scope")):
+        columns = (column(part, name).to_pylist() for name in ("id", "parent", "scope"))
+        found.update({node: (parent, owner) for node, parent, owner in zip(*columns, strict=True)})
+    if scope is not None:
+        chosen = {node for node, (_, owner) in found.items() if owner == scope}
+        if not chosen and scope not in parts.catalog.identities() and not _staged(parts, scope, set()):
+            raise NotFoundError(f"forget: no scope {scope.hex()} in this memory")
+        return chosen
+    if branch is not None:
+        heads = {fact.name: fact.head for fact in parts.catalog.branch_facts()}
+        if branch not in heads:
+            raise NotFoundError(f"forget: no branch {branch!r} in this memory")
+        kept = [head for name, head in heads.items() if name != branch]
+        return _up(found, [heads[branch]]) - _up(found, kept)
+    wanted = set(ids or ())
+    for node in wanted - found.keys():
+        raise NotFoundError(f"forget: no node {node.hex()} in this memory")
+    children: dict[bytes, list[bytes]] = {}
+    for node, (parent, _) in found.items():
+        children.setdefault(parent, []).append(node)
+    below: set[bytes] = set()
+    todo = list(wanted)
+    while todo:
+        node = todo.pop()
+        if node not in below:
+            below.add(node)
+            todo += children.get(node, ())
+    return below
+
+
+def _up(found: dict[bytes, tuple[bytes, bytes]], heads: Iterable[bytes]) -> set[bytes]:
+    reached: set[bytes] = set()
+    for head in heads:
+        while head in found and head not in reached:
+            reached.add(head)
+            head = found[head][0]
+    return reached
+
+
+def _staged(parts: Session, scope: bytes | None, chosen: set[bytes]) -> set[bytes]:
+    """Spool entries of the scope, or of or below the chosen nodes; a damaged one cannot be told, and goes too."""
+    entries: dict[bytes, Node | None] = {}
+    for node in parts.spool.ids():
+        try:
+            entries[node] = parts.spool.open(node).node
+        except IntegrityError:
+            entries[node] = None
+    gone = {node for node, entry in entries.items() if entry is None or entry.scope == scope or node in chosen}
+    while True:
+        more = {n for n, entry in entries.items() if entry is not None and entry.parent in gone | chosen} - gone
+        if not more:
+            return gone
+        gone |= more
+
+
+def _pieces(parts: Session, chosen: set[bytes]) -> tuple[set[bytes], set[bytes]]:
+    """Pieces that only the chosen nodes use, and those that visible nodes use too."""
+    live, _ = collect.referenced(parts)
+    table = parts.catalog.tables["nodes"]
+    mine: set[bytes] = set()
+    for _, rows in table.read(list(table.dataset.fragments().values()), ("id", "pieces")):
+        for node, joined in zip(column(rows, "id").to_pylist(), column(rows, "pieces").to_pylist(), strict=True):
+            if node in chosen:
+                mine.update(split_ids(joined))
+    return mine - live, mine & live
+
+
+def _purge(parts: Session, tier: Tier, forgotten: compact.Forgotten, fence: Fence) -> tuple[int, int, list[str]]:
+    """Write every volume anew that holds some of it, without it; (bytes, volumes, what could not be changed)."""
+    tier.close_volume()
+    nbytes, count, unreached = 0, 0, []
+    ready = collect.ready_copies(parts, tier)
+    for name in tier.volumes():
+        with collect.closed(parts, tier, name) as closed:
+            volume = tier.volume(name)
+            volume.dataset.refresh()
+            if closed:
+                recovery.sweep(volume.dataset, parts.catalog.placements.files(tier.name, name), 0)
+            if not collect.mentions(volume, forgotten.nodes, forgotten.pieces, forgotten.scopes):
+                continue
+            if not closed:
+                unreached.append(f"{tier.label}/{name}: a running process writes to it; end it and forget again")
+                continue
+            tier.seal(name)
+            documents = collect.documents_of(volume, parts.catalog.nodes.__contains__, forgotten.scopes)
+            copies = ready.get(name, [])
+            before = tier.shelf.nbytes(name)
+            fence()
+            kept = collect.rewrite(parts, tier, copies, documents) if copies or documents["nodes"] else 0
+            fence()
+            collect.remove(parts, tier, name)
+            nbytes += before - kept
+            count += 1
+    for orphan in tier.shelf.orphans(0):
+        fence()
+        nbytes += tier.shelf.sweep(orphan)
+    return nbytes, count, unreached
+
+
+def _archived(parts: Session, pieces: set[bytes]) -> list[str]:
+    """Volumes in archives that hold copies; numem never changes an archive."""
+    for archive in parts.archives.values():
+        archive.refresh()
+    found = {
+        f"{name}/{placement.volume}: an archived volume holds it; delete it there"
+        for content in pieces
+        for placement in parts.catalog.placements.current(content)
+        for name, archive in parts.archives.items()
+        if placement.tier == parts.home.name and archive.holds(placement.volume)
+    }
+    return sorted(found)
+
+
+def _elsewhere(parts: Session, pieces: set[bytes]) -> list[str]:
+    """Copies that lie where this node does not reach."""
+    places = {
+        (placement.tier, placement.node)
+        for content in pieces
+        for placement in parts.catalog.placements.current(content)
+        if placement.tier not in parts.tiers or not parts.tiers[placement.tier].reachable(placement)
+    }
+    return [
+        f"{tier}@{node}: another node's tier; run numem maintain --grace 0 there"
+        if node
+        else f"{tier}: not a tier of this handle"
+        for tier, node in sorted(places)
+    ]
