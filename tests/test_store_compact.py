@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from numem.store.memory import Memory
-from numem.store.payload.dataset import manifest_path, manifest_versions
+from numem.store.payload.manifests import manifest_path, manifest_versions
 from tests.store_fixtures import Chain, assert_readable, die_at, flip, make_chain, put, run_children, sidecars
 
 

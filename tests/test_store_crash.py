@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from numem.store.memory import Memory
-from numem.store.payload.dataset import manifest_path, manifest_versions
+from numem.store.payload.manifests import manifest_path, manifest_versions
 from numem.store.upkeep import recovery
 from tests.store_fixtures import assert_readable, die_at, flip, make_chain, put, run_children, sidecars, tree
 

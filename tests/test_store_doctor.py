@@ -12,7 +12,7 @@ from numem.store.catalog import catalog
 from numem.store.catalog.facts import ORDER, Event, Record
 from numem.store.config import TierSpec
 from numem.store.memory import Memory
-from numem.store.payload.dataset import manifest_path, manifest_versions
+from numem.store.payload.manifests import manifest_path, manifest_versions
 from numem.store.upkeep import recovery
 from numem.store.upkeep.collect import retire
 from numem.store.upkeep.doctor import DoctorReport, Severity, diagnose, repair

@@ -9,7 +9,7 @@ from numem.state.node import Node
 from numem.store.catalog.catalog import Catalog
 from numem.store.catalog.facts import ORDER, SCHEMAS
 from numem.store.memory import Memory
-from numem.store.payload.dataset import manifest_path, manifest_versions
+from numem.store.payload.manifests import manifest_path, manifest_versions
 from tests.store_fixtures import assert_readable, flip, make_chain, put
 
 Chain = list[tuple[Node, list[bytes]]]

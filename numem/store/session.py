@@ -11,7 +11,7 @@ from numem.store.background import Background
 from numem.store.catalog.catalog import Catalog, Facts
 from numem.store.catalog.facts import Clock, Placement
 from numem.store.catalog.holders import Holders
-from numem.store.catalog.ledger import Entry, Ledger
+from numem.store.payload.ledger import Entry, Ledger
 from numem.store.payload.tier import Tier, TierConfig, WriterLock
 from numem.store.placement.evict import Evictor
 from numem.store.placement.leases import LeaseTable

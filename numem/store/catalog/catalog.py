@@ -31,9 +31,9 @@ from numem.store.catalog.facts import (
     to_json,
 )
 from numem.store.catalog.index import NodeIndex, PlacementIndex, StaleError, files_of, placement_row
-from numem.store.catalog.ledger import Ledger
 from numem.store.catalog.nodes import node_of_row, sealed_row
 from numem.store.catalog.table import FactTable, rows_of
+from numem.store.payload.ledger import Ledger
 from numem.store.urls import Location
 
 

@@ -16,9 +16,9 @@ import xxhash
 from numem.errors import StoreError
 from numem.identity.digest import ID_BYTES
 from numem.store.catalog.facts import KEYS, SCHEMAS, Clock
-from numem.store.catalog.ledger import Ledger
 from numem.store.lance_errors import lance_errors
 from numem.store.payload.dataset import Dataset
+from numem.store.payload.ledger import Ledger
 from numem.store.urls import Location
 
 # Rows after which a BTREE pays off: 10,000 rows without one are searched in 1-2 ms.

@@ -13,38 +13,18 @@ from typing import Any, Final
 import lance
 import pyarrow as pa
 import xxhash
-from blake3 import blake3
 from lance.fragment import FragmentMetadata, write_fragments
 
 from numem.errors import RecoveryError, StorageFullError, StoreError
 from numem.store import barrier
-from numem.store.catalog.ledger import Entry, Ledger
 from numem.store.lance_errors import lance_errors
+from numem.store.payload.ledger import Entry, Ledger
+from numem.store.payload.manifests import MAGIC, digest_file, manifest_path, manifest_versions
 from numem.store.urls import Location
 
 FORMAT: Final = "2.2"
 REMOTE_CHECK_S = 1.0
 _FULL_BYTES = 1 << 20
-MAGIC = b"LANC"
-_TOP = 2**64 - 1
-
-
-def manifest_path(root: Path, version: int) -> Path:
-    """Where Lance keeps the manifest of a version."""
-    return root / "_versions" / f"{_TOP - version:020d}.manifest"
-
-
-def manifest_versions(root: Path) -> list[int]:
-    """Versions that have a manifest file, newest first."""
-    versions = root / "_versions"
-    if not versions.is_dir():
-        return []
-    return sorted((_TOP - int(path.stem) for path in versions.glob("*.manifest") if path.stem.isdigit()), reverse=True)
-
-
-def digest_file(path: Path) -> str:
-    """BLAKE3-256 of a small file, hex."""
-    return str(blake3(path.read_bytes()).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)

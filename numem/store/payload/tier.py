@@ -11,8 +11,8 @@ import filelock
 
 from numem.errors import IntegrityError, StoreError
 from numem.store.catalog.facts import Placement
-from numem.store.catalog.ledger import Ledger
 from numem.store.config import TierSpec
+from numem.store.payload.ledger import Ledger
 from numem.store.payload.objects import Objects
 from numem.store.payload.pieces import CLOSE_BYTES, CLOSE_COMMITS, Piece, Written, padded
 from numem.store.payload.shelf import VOLUME, Shelf

@@ -14,9 +14,9 @@ from typing import Any
 
 from numem.errors import IntegrityError, StoreError
 from numem.store.catalog.facts import Placement
-from numem.store.catalog.ledger import Ledger
 from numem.store.lance_errors import lance_errors
 from numem.store.payload.dataset import Dataset
+from numem.store.payload.ledger import Ledger
 from numem.store.payload.packing import BLOB_ID, Facts, Packer, Row, parts_of
 from numem.store.payload.pieces import SCHEMA, SMALL, Piece, Slot, Written
 from numem.store.payload.sidecar import SidecarFiles, sidecar_name

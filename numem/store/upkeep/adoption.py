@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import xxhash
 
 from numem.store.catalog.catalog import Catalog, Facts
-from numem.store.catalog.ledger import Entry
 from numem.store.catalog.nodes import node_from_document
 from numem.store.payload.dataset import Dataset
+from numem.store.payload.ledger import Entry
 from numem.store.payload.pieces import NO_CONTENT
 from numem.store.payload.tier import Tier
 from numem.store.payload.volume import Volume, slots_of

@@ -7,11 +7,11 @@ from typing import Any
 from numem.errors import StoreError
 from numem.store.catalog.facts import ORDER, Clock, State
 from numem.store.catalog.index import PlacementIndex
-from numem.store.catalog.ledger import Entry
 from numem.store.catalog.nodes import split_ids
 from numem.store.catalog.table import FactTable
 from numem.store.lance_errors import first_line
 from numem.store.payload.dataset import Dataset
+from numem.store.payload.ledger import Entry
 from numem.store.upkeep import recovery
 from numem.store.upkeep.findings import Finding, Severity, some
 from numem.store.workspace import Workspace

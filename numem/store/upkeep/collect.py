@@ -22,7 +22,7 @@ from numem.store.catalog.catalog import Facts
 from numem.store.catalog.facts import Placement, Retired, State
 from numem.store.catalog.nodes import node_from_document, split_ids
 from numem.store.catalog.table import column
-from numem.store.payload.dataset import manifest_versions
+from numem.store.payload.manifests import manifest_versions
 from numem.store.payload.packing import parts_of
 from numem.store.payload.pieces import Piece, padded
 from numem.store.payload.tier import Tier

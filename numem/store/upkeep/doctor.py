@@ -14,10 +14,10 @@ from os import PathLike
 from numem.errors import NotFoundError, StoreError
 from numem.store import workspace
 from numem.store.catalog.facts import ORDER
-from numem.store.catalog.ledger import Ledger
 from numem.store.config import TierSpec
 from numem.store.lance_errors import first_line
-from numem.store.payload.dataset import manifest_versions
+from numem.store.payload.ledger import Ledger
+from numem.store.payload.manifests import manifest_versions
 from numem.store.payload.objects import Objects
 from numem.store.payload.tier import Tier, TierConfig, WriterLock
 from numem.store.publication.capture import PublicationLimits

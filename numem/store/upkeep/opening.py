@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from numem.errors import RecoveryError, StoreError
-from numem.store.catalog.ledger import Entry
-from numem.store.payload.dataset import manifest_versions
+from numem.store.payload.ledger import Entry
+from numem.store.payload.manifests import manifest_versions
 from numem.store.payload.tier import Tier
 from numem.store.reports import Recovered
 from numem.store.upkeep import recovery

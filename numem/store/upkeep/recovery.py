@@ -21,9 +21,10 @@ from lance.fragment import FragmentMetadata
 
 from numem.errors import RecoveryError, StoreError
 from numem.store import barrier
-from numem.store.catalog.ledger import Entry
 from numem.store.lance_errors import first_line, lance_errors
-from numem.store.payload.dataset import MAGIC, Dataset, digest_file, manifest_path, manifest_versions
+from numem.store.payload.dataset import Dataset
+from numem.store.payload.ledger import Entry
+from numem.store.payload.manifests import MAGIC, digest_file, manifest_path, manifest_versions
 from numem.store.reports import Recovered
 
 ORPHAN_GRACE_S = 3600.0

@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Mapping
 
 from numem.errors import StoreError
 from numem.store.catalog.facts import Placement, State
-from numem.store.catalog.ledger import Entry
 from numem.store.catalog.nodes import node_from_document
 from numem.store.lance_errors import first_line
-from numem.store.payload.dataset import manifest_versions
+from numem.store.payload.ledger import Entry
+from numem.store.payload.manifests import manifest_versions
 from numem.store.payload.sidecar import sidecar_name
 from numem.store.payload.tier import Tier
 from numem.store.payload.volume import Volume
