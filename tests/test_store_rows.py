@@ -2,13 +2,16 @@
 
 import mmap
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from numem.errors import IntegrityError
+from numem.identity.fingerprint import Identity, NumericPolicy
 from numem.store.memory import Memory
-from tests.store_fixtures import SCOPE, assert_readable, make_chain, make_node, payload, put, tree
+from tests.store_fixtures import SCOPE, Chain, assert_readable, make_chain, make_node, payload, put, tree
 
 
 def _payload_bytes(root: Path) -> int:
@@ -111,3 +114,36 @@ def test_a_new_instance_takes_nothing_from_a_running_one(tmp_path: Path) -> None
         names = {path.name.split(".")[1] for path in (tmp_path / "object").glob("*.volume")}
         assert names == {"w000", "w001"}
     assert SCOPE == chain[0][0].parent
+
+
+def test_ranks_of_one_model_do_not_share_state(tmp_path: Path) -> None:
+    """lmcache#2310, lmcache#1739, lmcache#1467, lmcache#1379, lmcache#2405, UCM#716: the rank stands in the identity;
+    the usable prefix is the shortest over the ranks; a shard of another rank is refused."""
+    policy = NumericPolicy("test", bytes(32))
+    ranks = [Identity({"weights": "w", "shard": {"rank": rank, "of": 2}}, policy, "cpu") for rank in range(2)]
+    assert ranks[0].compare(ranks[1]).fields == ("semantic.shard.rank",)
+    chains: list[Chain] = []
+    for identity in ranks:
+        chain: Chain = []
+        for number in range(3):
+            data = [payload(70_000, 100 * len(chains) + number)]
+            parent = chain[-1][0].id if chain else identity.scope
+            node = make_node(data, parent=parent, start=16 * number, name="shard")
+            chain.append((replace(node, scope=identity.scope), data))
+        chains.append(chain)
+
+    def length(memory: Memory, scope: bytes) -> int:
+        boundary, count = scope, 0
+        while found := [node for node in memory.children(boundary) if memory.available(node.id)]:
+            boundary, count = found[0].id, count + 1
+        return count
+
+    with Memory(tmp_path) as memory:
+        for identity, chain in zip(ranks, chains, strict=True):
+            memory.register(identity)
+            put(memory, chain)
+        assert [length(memory, identity.scope) for identity in ranks] == [3, 3]
+        memory.care.forget(ids=[chains[1][2][0].id], actor="test", reason="evicted")
+        assert min(length(memory, identity.scope) for identity in ranks) == 2
+        with pytest.raises(IntegrityError):
+            memory.stage(chains[1][2][0], chains[0][2][1])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from threading import Condition, Thread
 
-from numem.errors import NumemError
+from numem.errors import NumemError, StoreError
 
 
 class Background:
@@ -65,3 +65,5 @@ class Background:
                 self.errors.pop(name, None)
             except NumemError as error:
                 self.errors[name] = error
+            except Exception as error:  # noqa: BLE001 - a defect must not end the worker: `settle` would wait for ever
+                self.errors[name] = StoreError(f"{name}: {type(error).__name__}: {error}")

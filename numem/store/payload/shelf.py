@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from numem.store import barrier
@@ -56,6 +57,14 @@ class Shelf:
         """Whether a volume is there and belongs to this node's local state."""
         marker = self._marker(name)
         return marker.get("owner") == self._owner and not marker.get("removed")
+
+    def newest(self, names: Iterable[str]) -> set[str]:
+        """Of volumes in name order the newest of every writer. Two local states of one node name (two machines that share
+        a home, say) are two writers, though they take turns at the numbers."""
+        found: dict[tuple[str, object], str] = {}
+        for name in names:
+            found[name.rsplit(".", 1)[0], self._marker(name).get("owner")] = name
+        return set(found.values())
 
     def exists(self, name: str) -> bool:
         """Whether a volume was made and not removed."""

@@ -62,17 +62,18 @@ class WriterLock:
 
     @contextmanager
     def borrowed(self, number: int) -> Iterator[bool]:
-        """Whether a number is free, or held by this process anyway; held for the time of the with block."""
+        """Whether a number is free, or held by this process anyway; held for the time of the with block.
+
+        No thread waits for the block: it may take the catalog's lock, under which others ask for `number`.
+        """
         with self._lock:
-            if self._held is not None and self._number == number:
-                yield True
-                return
-            lock = self.try_lock(number)
-            try:
-                yield lock is not None
-            finally:
-                if lock is not None:
-                    lock.release()
+            own = self._held is not None and self._number == number
+            lock = None if own else self.try_lock(number)
+        try:
+            yield own or lock is not None
+        finally:
+            if lock is not None:
+                lock.release()
 
     def release(self) -> None:
         with self._lock:
@@ -197,8 +198,8 @@ class Tier:
     def closed_volumes(self) -> list[str]:
         """Volumes that nobody appends to any more: their writer has a newer one."""
         marked = self.shelf.marked()
-        newest = {name.rsplit(".", 1)[0]: name for name in marked}
-        return [name for name in marked if name not in newest.values() and self.shelf.exists(name)]
+        newest = self.shelf.newest(marked)
+        return [name for name in marked if name not in newest and self.shelf.exists(name)]
 
     def seal_volumes(self) -> list[str]:
         """Close the volumes that writers of this node would go on with, for good: the next ones are made now. Those that

@@ -179,8 +179,11 @@ class Publisher:
         return written - late
 
     def _durable(self, content: bytes, found_gone: list[Placement]) -> bool:
-        if content in self._uncatalogued:
-            return True
+        written = self._uncatalogued.get(content)
+        if written is not None:
+            if self._home.present(written):
+                return True
+            del self._uncatalogued[content]  # it went with its volume, which no fact kept
         for placement in self._catalog.placements.current(content):
             if placement.state is State.READY and self._home.reachable(placement):
                 if self._home.present(placement):

@@ -79,7 +79,10 @@ def collect(
         fence: called before every destructive step; raises where the maintenance lease was lost.
     """
     fence()
-    retired = 0 if retain_s is None else retire(parts, unreached(parts, retain_s), "collected", fence)
+    retired = 0
+    if retain_s is not None:
+        with parts.catalog.transaction():  # a branch or pin that is made meanwhile keeps its node, or finds it gone
+            retired = retire(parts, unreached(parts, retain_s), "collected", fence)
     report = CollectReport(retired=retired)
     for tier in parts.tiers.values():
         fence()
@@ -274,7 +277,7 @@ def mentions(
 def closed(parts: "Session", tier: Tier, name: str) -> Iterator[bool]:
     """Whether nobody appends to a volume: it is not the newest of its writer, or its writer is not running."""
     writer, _, _ = name.rpartition(".")
-    if tier.shelf.marked(f"{writer}.")[-1:] != [name]:
+    if name not in tier.shelf.newest(tier.shelf.marked(f"{writer}.")):
         yield True
         return
     if not tier.shelf.owned(name) or tier.writes(name):
