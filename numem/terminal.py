@@ -20,7 +20,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from numem.environment import memory_home, places
-from numem.errors import NotFoundError, NumemError
+from numem.errors import NotFoundError, NumemError, ReadOnlyError
 
 if TYPE_CHECKING:
     from numem.store.memory import Memory
@@ -143,13 +143,19 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str |
 
 
 @contextmanager
-def open_memory(given: str | None, *, create: bool = False) -> "Iterator[Memory]":
+def open_memory(given: str | None, *, create: bool = False, looks: bool = False) -> "Iterator[Memory]":
     """The memory of a command, through the tiers of the environment; one that does not exist is refused unless it may
-    be created."""
+    be created. A command that only `looks` also opens one that this process cannot write to."""
     home = memory_home(given)
     if not create and "://" not in home and not (Path(home) / "catalog").is_dir():
         raise NotFoundError(f"{home}: no memory here; run `numem demo` first, or name one with --memory DIR")
     from numem.store.memory import Memory
 
-    with Memory(home, **places()) as memory:
+    try:
+        opened = Memory(home, **places())
+    except ReadOnlyError:
+        if not looks:
+            raise
+        opened = Memory(home, **places(), read_only=True)
+    with opened as memory:
         yield memory

@@ -306,6 +306,21 @@ def test_wrong_use_is_exit_2_and_changes_nothing(
         assert len(memory.nodes()) == 3
 
 
+def test_what_only_looks_works_without_write_access(
+    numem: Run, home: Path, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("numem.store.workspace.os.access", lambda path, mode: False)
+    head = chain[-1][0].id.hex()
+    assert [tier["actual"] for tier in output(numem("tiers", "--json"))["tiers"]] == [3, 0]
+    assert output(numem("verify", "--json"))["nodes"] == 3
+    assert len(output(numem("log", "--json"))["nodes"]) == 3
+    assert output(numem("show", "main", "--json"))["branches"] == ["main"]
+    assert output(numem("pins", "--json")) == {"pins": []}
+    assert output(numem("demands", "--json")) == {"demands": []}
+    for changes in (("maintain",), ("scrub",), ("pin", head), ("fork", head, "--branch", "b")):
+        assert "write access" in error(numem(*changes, "--json"), "ReadOnlyError")
+
+
 def test_commands_need_a_memory(tmp_path: Path) -> None:
     for command in (["tiers"], ["maintain"], ["scrub"], ["pins"], ["demands"], ["reconcile"], ["evict", "ssd", "1"]):
         result = CliRunner().invoke(app, [*command, "--json", "--memory", str(tmp_path / "absent")])

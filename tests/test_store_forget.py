@@ -169,3 +169,22 @@ def test_what_a_crash_left_behind_goes_too(tmp_path: Path) -> None:
         report = memory.care.forget(scope=SCOPE, actor="test", reason="test")
         assert report.staged == len(nodes) == 2
         assert _holding(tmp_path) == []
+
+
+def test_a_child_staged_elsewhere_does_not_outlive_its_forgotten_parent(tmp_path: Path) -> None:
+    """Another node's spool is out of reach; what is in it is refused, and leaves the spool, when it would be published."""
+    chain = make_chain(3)
+    other = tmp_path / "other"
+    with Memory(tmp_path / "home") as memory, Memory(tmp_path / "home", node="b", local=other) as elsewhere:
+        put(memory, chain[:1])
+        for entry in chain[1:]:
+            elsewhere.stage(*entry)
+        memory.care.forget(ids=[chain[0][0].id], actor="test", reason="test")
+        report = elsewhere.publish_staged()
+        assert set(report.missing) == {node.id for node, _ in chain[1:]}
+        assert elsewhere.nodes() == ()
+        assert elsewhere.staged() == ()
+        assert not any(path.is_file() for name in ("spool", "quarantine") for path in (other / name).glob("*"))
+        assert not list(tmp_path.rglob("*.blob"))
+        assert put(elsewhere, chain).nodes == 3  # from its beginning it may come again
+        assert_readable(memory, chain)

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numem.errors import InputError, NumemError, RecoveryError, SchemeError
+from numem.store.config import TierSpec
 from numem.store.memory import Memory
+from numem.store.payload.objects import Objects
 from numem.store.upkeep.doctor import diagnose
-from numem.store.urls import locate, require_name
+from numem.store.urls import Location, locate, require_name
 from numem.store.workspace import plan
 from tests.store_fixtures import assert_readable, make_chain, put
 
@@ -58,6 +60,48 @@ def test_secrets_in_a_refused_url_are_not_repeated() -> None:
     with pytest.raises(SchemeError) as caught:
         locate("home", "ftp://user:hunter2@host/x")
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"aws_endpoint": "http://user:hunter2@127.0.0.1:9"}, 'plain HTTP; add allow_http="true"'),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "allow_http": "false"}, "plain HTTP"),
+        ({"aws_endpoint": "127.0.0.1:9"}, "is not a URL"),
+        ({"allow_http": True}, "allow_http: bool; values are strings"),
+    ],
+)
+def test_storage_options_that_cannot_work_are_refused_at_once(
+    tmp_path: Path, options: dict[str, str], said: str
+) -> None:
+    """lmcache#79: an error that says what to change, before any connection, for a home and for a further tier."""
+    with pytest.raises(InputError, match=said) as caught:
+        Memory("s3://bucket/x", local=tmp_path / "local", storage_options=options)
+    assert "hunter2" not in str(caught.value)
+    tiers: dict[str, str | TierSpec] = {
+        "object": str(tmp_path / "object"),
+        "far": TierSpec("s3://bucket/x", options=options),
+    }
+    with pytest.raises(InputError, match=said):
+        Memory(tmp_path / "home", tiers=tiers)
+
+
+def test_an_endpoint_of_the_environment_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(InputError, match="allow_http"):
+        Objects(Location("s3://bucket/x", None), None)
+    Objects(Location("s3://bucket/x", None), {"allow_http": "true"})
+    Objects(Location("gs://bucket/x", None), None)
+
+
+def test_tiers_that_cannot_be_are_refused_where_they_are_described() -> None:
+    with pytest.raises(InputError, match="policy='newest'; use one of lru, lfu"):
+        TierSpec("/x", policy="newest")
+    with pytest.raises(InputError, match="write='often'; use one of demand"):
+        TierSpec("/x", write="often")
+    for capacity in (0, -1, 1.5, "8GB", True):
+        with pytest.raises(InputError, match="give a positive whole number or None"):
+            TierSpec("/x", capacity=capacity)  # type: ignore[arg-type]  # what a caller without a type checker does
 
 
 def test_accepted_places() -> None:

@@ -164,3 +164,31 @@ def test_a_volume_that_lance_cannot_open_is_named(tmp_path: Path) -> None:
         assert report.bad == () and not report.ok  # its sidecars are good all the same
         with pytest.raises(NotFoundError, match="no tier 'tape'"):
             memory.care.scrub(tier="tape")
+
+
+@pytest.mark.parametrize("maintained", [False, True])
+def test_a_tier_that_was_away_is_whole_again_once_it_is_back(tmp_path: Path, maintained: bool) -> None:
+    """The disk was not mounted: verification and a scrub found every copy missing; maintenance must not make that true."""
+    chain = make_chain(4)
+    with Memory(tmp_path) as memory:
+        put(memory, chain)
+    (tmp_path / "object").rename(tmp_path / "away")
+    (tmp_path / "object").mkdir()
+    with Memory(tmp_path) as memory:
+        assert not memory.verify().ok
+        report = memory.care.scrub()
+        assert not report.ok
+        if maintained:
+            memory.care.maintain(grace_s=0, keep_versions_s=0)
+    (tmp_path / "object").rmdir()
+    (tmp_path / "away").rename(tmp_path / "object")
+    with Memory(tmp_path) as memory:
+        memory.care.maintain(grace_s=0, keep_versions_s=0, least=1)
+        report = memory.care.scrub()
+        assert report.repaired == (0 if maintained else 4)  # compaction forgot them, so that opening adopted them
+        assert report.ok
+        assert_readable(memory, chain)
+        assert memory.verify().ok
+        assert memory.care.scrub().repaired == 0
+    with Memory(tmp_path) as memory:
+        assert_readable(memory, chain)

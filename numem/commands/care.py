@@ -27,7 +27,7 @@ def verify(
     """Check every copy against its content id. Exits with 1 when something is damaged or missing."""
     from numem.lineage.log import ancestry, resolve
 
-    with open_memory(memory) as store, busy("verifying"):
+    with open_memory(memory, looks=True) as store, busy("verifying"):
         ids = None if name is None else [node.id for node in ancestry(store, resolve(store, name).id)]
         report = store.verify(ids, deep=deep)
         home = memory_home(memory)

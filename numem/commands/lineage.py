@@ -30,7 +30,7 @@ def log(
     """Lineage: all branches and states, or the ancestry of one; a branch shows its moves too."""
     from numem.lineage.log import ancestry, resolve, tree
 
-    with open_memory(memory) as store:
+    with open_memory(memory, looks=True) as store:
         branches = store.branches()
         moves = []
         if name is None:
@@ -86,7 +86,7 @@ def show(
     """One state: its manifest, identity, copies and provenance."""
     from numem.lineage.log import branch_heads, line, resolve
 
-    with open_memory(memory) as store:
+    with open_memory(memory, looks=True) as store:
         node = resolve(store, name)
         manifest = store.manifest(node.id)
         copies = {

@@ -25,7 +25,7 @@ NodeName = Annotated[str | None, typer.Option("--node", help="The node whose tie
 @guarded
 def tiers(memory: MemoryOption = None, as_json: JsonFlag = False) -> None:
     """What every tier holds, and whether it has the copies that it should have."""
-    with open_memory(memory) as store:
+    with open_memory(memory, looks=True) as store:
         found = store.residency.tiers()
     space = [
         (t.name, "" if t.capacity is None else t.capacity, t.used_bytes, t.file_bytes, t.pieces, t.volumes)
@@ -77,7 +77,7 @@ def unpin(
 @guarded
 def pins(memory: MemoryOption = None, as_json: JsonFlag = False) -> None:
     """Pins that hold."""
-    with open_memory(memory) as store:
+    with open_memory(memory, looks=True) as store:
         held = store.residency.pins()
     result = [
         {
@@ -146,7 +146,7 @@ def demands(
     as_json: JsonFlag = False,
 ) -> None:
     """Demands that stand, in the order in which they are served."""
-    with open_memory(memory) as store:
+    with open_memory(memory, looks=True) as store:
         wanted = store.residency.demands(node)
     result = [{**asdict(d), "id": d.id.hex(), "expires": moment(d.expires)} for d in wanted]
     columns = ("id", "tier", "node", "priority", "owner", "expires")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from numem.errors import InputError
-from numem.policy import DEFAULT
+from numem.policy import DEFAULT, NAMES
 
 WRITES = ("demand", "through", "selective", "back", "archive")
 
@@ -24,7 +24,7 @@ class TierSpec:
         options: Lance storage options of this tier; None for those of the memory.
 
     Raises:
-        InputError: a capacity that is not positive, an unknown way of writing.
+        InputError: a capacity that is not a positive whole number, an unknown policy or way of writing.
     """
 
     url: str | os.PathLike[str]
@@ -34,7 +34,11 @@ class TierSpec:
     options: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        if self.capacity is not None and self.capacity <= 0:
-            raise InputError(f"tier at {self.url}: a capacity of {self.capacity} bytes; give a positive number or None")
+        if self.capacity is not None and (type(self.capacity) is not int or self.capacity <= 0):
+            raise InputError(
+                f"tier at {self.url}: a capacity of {self.capacity!r} bytes; give a positive whole number or None"
+            )
+        if self.policy not in NAMES:
+            raise InputError(f"tier at {self.url}: policy={self.policy!r}; use one of {', '.join(NAMES)}")
         if self.write not in WRITES:
             raise InputError(f"tier at {self.url}: write={self.write!r}; use one of {', '.join(WRITES)}")

@@ -11,6 +11,7 @@ from numem.store.background import Background
 from numem.store.catalog.catalog import Catalog, Facts
 from numem.store.catalog.facts import Clock, Placement
 from numem.store.catalog.holders import Holders
+from numem.store.lance_errors import lance_errors
 from numem.store.payload.ledger import Entry, Ledger
 from numem.store.payload.tier import Tier, TierConfig, WriterLock
 from numem.store.placement.evict import Evictor
@@ -30,6 +31,7 @@ from numem.store.reading.verify import Verifier
 from numem.store.reports import Recovered
 from numem.store.stats import Stats
 from numem.store.upkeep import maintain, opening
+from numem.store.upkeep.archive import KIND as ARCHIVED
 from numem.store.upkeep.archive import Archive
 from numem.store.upkeep.epoch import leases_at
 from numem.store.workspace import Workspace, owner, prepare, require_made, require_writable
@@ -211,7 +213,8 @@ class Session:
                     return shelves[place].exists(name)
                 return entry.version >= whole[entry.dataset]
 
-            return self.ledger.trim(needed, self._idle)
+            with lance_errors("ledger"):
+                return self.ledger.trim(needed, self._idle)
 
     @contextlib.contextmanager
     def _idle(self, writer: str) -> Iterator[bool]:
@@ -223,11 +226,13 @@ class Session:
         with self.writers.borrowed(int(number)) as free:
             yield free
 
-    def volume_gone(self, tier: str, volume: str) -> bool:
+    def volume_gone(self, tier: str, node: str, volume: str) -> bool:
         """Whether a volume of a tier that this node reaches was removed."""
-        if any(tier == self.home.name and archive.holds(volume) for archive in self.archives.values()):
+        # By record, since the archive need not be a tier of this handle: its coordinates are those of the home tier.
+        if tier == self.home.name and self.catalog.records(ARCHIVED, volume.encode()):
             return False
-        return tier in self.tiers and not self.tiers[tier].shelf.exists(volume)
+        found = self.tiers.get(tier)
+        return found is not None and found.config.node == node and not found.shelf.exists(volume)
 
     @property
     def writer(self) -> str:

@@ -2,11 +2,12 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from numem.errors import SchemeError
+from numem.errors import InputError, SchemeError
 
 # Lance commits through its own object store. fsspec file systems, in-memory stores and read-only hubs cannot be the
 # home of an open volume: a commit there is not atomic, not shared or not kept.
@@ -110,6 +111,31 @@ def locate_archive(what: str, value: object) -> str:
     if not parts.netloc + parts.path.strip("/"):
         raise SchemeError(f"{what}: {value!r} names no place")
     return f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def require_options(location: Location, options: Mapping[str, str] | None) -> None:
+    """Check storage options on which a store would fail late or obscurely. No message repeats a value but the endpoint.
+
+    Raises:
+        InputError: a value that is no string, an S3 endpoint that is no URL, one on plain HTTP without `allow_http`.
+    """
+    for name, value in (options or {}).items():
+        if not isinstance(value, str):
+            raise InputError(f'storage option {name}: {type(value).__name__}; values are strings, like "true"')
+    given = {name.lower(): value for name, value in (options or {}).items()}
+    names = ("aws_endpoint", "endpoint", "aws_endpoint_url", "endpoint_url")
+    elsewhere = (os.environ.get(name.upper()) for name in ("aws_endpoint", "aws_endpoint_url"))
+    endpoint = next(filter(None, (*map(given.get, names), *elsewhere)), "")
+    if location.local or not location.url.startswith("s3:") or not endpoint:
+        return
+    shown = _without_credentials(endpoint)
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise InputError(f"{location.url}: endpoint {shown!r} is not a URL; write it like https://s3.example.org")
+    if parts.scheme == "http" and given.get("allow_http", "").lower() not in ("true", "1", "yes", "on"):
+        raise InputError(
+            f'{location.url}: endpoint {shown} is on plain HTTP; add allow_http="true" to the storage options, or use https'
+        )
 
 
 def _without_credentials(url: str) -> str:

@@ -23,6 +23,9 @@ LEAST = 64
 KEEP_VERSIONS_S = 600.0
 # On object stores no lock orders the writers; facts younger than this may still be racing for being first.
 SETTLE_S = 60.0
+# Records that the store makes of its own work, and how many of them stay.
+HOUSEKEEPING = ("eviction", "scrub")
+KEEP_NOTES = 1000
 # Rows of retired nodes and of claims that ended stay this long: a collection goes by them.
 GRACE_S = 2 * 3600.0
 
@@ -69,7 +72,7 @@ class Forgotten:
 
 def compact(
     catalog: Catalog,
-    gone: Callable[[str, str], bool],
+    gone: Callable[[str, str, str], bool],
     *,
     least: int = LEAST,
     keep_versions_s: float = KEEP_VERSIONS_S,
@@ -80,7 +83,7 @@ def compact(
     """Compact every table that has many fragments, and remove old versions of all.
 
     Args:
-        gone: whether a (tier, volume) exists no more, so that evicted copies in it need not be remembered.
+        gone: whether a (tier, node, volume) exists no more, so that evicted copies in it need not be remembered.
         least: see `FactTable.compact`.
         grace_s: age from which rows of retired nodes and of claims that ended are dropped.
         without: facts about these are dropped, whatever else holds, and every table that has some is written anew.
@@ -113,12 +116,19 @@ def compact(
     return CompactReport(replaced, dropped, removed)
 
 
-_Gone = Callable[[str, str], bool]
+_Gone = Callable[[str, str, str], bool]
 _Keep = Callable[[Catalog, _Gone, int, pa.Table], pa.Table]
 
 
 def _keep(name: str) -> _Keep:
-    return {"placements": _placements, "nodes": _nodes, "claims": _claims, "retired": _retired}.get(name, _distinct)
+    keep: dict[str, _Keep] = {
+        "placements": _placements,
+        "nodes": _nodes,
+        "claims": _claims,
+        "retired": _retired,
+        "records": _records,
+    }
+    return keep.get(name, _distinct)
 
 
 def _placements(catalog: Catalog, gone: _Gone, late: int, rows: pa.Table) -> pa.Table:
@@ -126,14 +136,14 @@ def _placements(catalog: Catalog, gone: _Gone, late: int, rows: pa.Table) -> pa.
     names = ("content", "tier", "node", "volume", "file", "blob", "offset")
     columns = [column(rows, name).to_pylist() for name in names]
     kept = _newest(rows, list(zip(*columns, strict=True)))
-    states, tiers, volumes = (column(rows, name).to_pylist() for name in ("state", "tier", "volume"))
-    contents = columns[0]
-    memo: dict[tuple[str, str], bool] = {}
+    states = column(rows, "state").to_pylist()
+    contents, tiers, nodes, volumes = columns[:4]
+    memo: dict[tuple[str, str, str], bool] = {}
 
     def useless(row: int) -> bool:
         if contents[row] != NO_CONTENT and states[row] not in (State.EVICTED, State.QUARANTINED):
             return False
-        place = (tiers[row], volumes[row])
+        place = (tiers[row], nodes[row], volumes[row])
         if place not in memo:
             memo[place] = gone(*place)
         return memo[place]
@@ -179,6 +189,15 @@ def _distinct(catalog: Catalog, gone: _Gone, late: int, rows: pa.Table) -> pa.Ta
     """Every fact once."""
     keys = zip(column(rows, "sequence").to_pylist(), column(rows, "writer").to_pylist(), strict=True)
     return rows.take(pa.array(sorted({key: row for row, key in reversed(list(enumerate(keys)))}.values()), pa.int64()))
+
+
+def _records(catalog: Catalog, gone: _Gone, late: int, rows: pa.Table) -> pa.Table:
+    """Every record once; of what the store notes of its own work only the newest."""
+    rows = _distinct(catalog, gone, late, rows)
+    kinds = column(rows, "kind").to_pylist()
+    noted = [row for row, kind in enumerate(kinds) if kind in HOUSEKEEPING]
+    old = set(noted[:-KEEP_NOTES])
+    return rows.take(pa.array([row for row in range(rows.num_rows) if row not in old], pa.int64()))
 
 
 def _newest(rows: pa.Table, keys: Sequence[Hashable]) -> list[int]:

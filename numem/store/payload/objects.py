@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from numem.errors import StoreError, UnknownOutcomeError
-from numem.store.urls import Location
+from numem.store.urls import Location, require_options
 
 DEADLINE_S = 20.0
 # Neighbours join one request up to this size; obstore keeps at most ten of them in flight.
@@ -60,11 +60,15 @@ class Objects:
         location: an s3, gs or az prefix.
         options: Lance storage options.
         deadline_s: how long one call may take at most before it fails, about; a read of ranges, per attempt.
+
+    Raises:
+        InputError: options that cannot work, see `require_options`.
     """
 
     def __init__(
         self, location: Location, options: Mapping[str, str] | None, *, deadline_s: float = DEADLINE_S
     ) -> None:
+        require_options(location, options)
         self.location = location
         self.deadline_s = deadline_s
         self._options = dict(options or {})

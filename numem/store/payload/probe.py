@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from numem.errors import BackendError, StoreError
+from numem.errors import BackendError, StoreError, UnknownOutcomeError
 from numem.store import barrier
 from numem.store.payload.objects import Objects
 from numem.store.urls import Location
@@ -38,6 +38,7 @@ def require_safe(places: Iterable[tuple[Location, Mapping[str, str] | None]], me
     Raises:
         BackendError: a bucket lacks a guarantee. Nothing but the probe's own objects was written, and those are gone.
         StoreError: a bucket cannot be reached or refuses access.
+        InputError: storage options that cannot work, see `require_options`.
     """
     asked = set()
     for location, options in places:
@@ -47,9 +48,10 @@ def require_safe(places: Iterable[tuple[Location, Mapping[str, str] | None]], me
         if key in asked:
             continue
         asked.add(key)
+        objects = Objects(location, options)
         passed = memory / hashlib.sha256(key.encode()).hexdigest()
         if not _fresh(passed):
-            probe(Objects(location, options))
+            probe(objects)
             barrier.make_directory(memory)
             passed.touch()
 
@@ -65,6 +67,10 @@ def probe(objects: Objects) -> None:
     try:
         _in_turn(objects, names[0])
         _at_once(objects, names[1:])
+    except UnknownOutcomeError as error:
+        raise StoreError(
+            f"no sure answer to the start-up probe; check bucket, endpoint, region and credentials ({error})"
+        ) from error
     finally:
         try:
             objects.delete(names)

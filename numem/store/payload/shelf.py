@@ -5,6 +5,7 @@ its marker goes first, so that nobody counts on it any more. The newest marker o
 number is never used twice, since the ledger and older facts may still speak of the volume that had it.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from numem.store import barrier
 from numem.store.payload.objects import Objects
 from numem.store.urls import Location
 
+# Owner of a volume that no writer goes on with.
+NOBODY = "archive"
 VOLUME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\.w\d{3}\.\d{6}")
 
 
@@ -60,11 +63,11 @@ class Shelf:
 
     def newest(self, names: Iterable[str]) -> set[str]:
         """Of volumes in name order the newest of every writer. Two local states of one node name (two machines that share
-        a home, say) are two writers, though they take turns at the numbers."""
+        a home, say) are two writers, though they take turns at the numbers. What an archive brought back has none."""
         found: dict[tuple[str, object], str] = {}
         for name in names:
             found[name.rsplit(".", 1)[0], self._marker(name).get("owner")] = name
-        return set(found.values())
+        return {name for (_, owner), name in found.items() if owner != NOBODY}
 
     def exists(self, name: str) -> bool:
         """Whether a volume was made and not removed."""
@@ -128,7 +131,8 @@ class Shelf:
             for path in self._path().glob("*.lance"):
                 name = path.name.removesuffix(".lance")
                 if VOLUME.fullmatch(name):
-                    newest[name] = path.stat().st_mtime_ns
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                        newest[name] = path.stat().st_mtime_ns
         return newest
 
     def sweep(self, name: str) -> int:
@@ -143,8 +147,7 @@ class Shelf:
     def _files(self, name: str) -> list[tuple[str, int]]:
         if self._objects is not None:
             return [(listed.name, listed.nbytes) for listed in self._objects.listing(f"{name}.lance")]
-        root = self._path() / f"{name}.lance"
-        return [(str(path), path.stat().st_size) for path in root.rglob("*") if path.is_file()]
+        return file_sizes(self._path() / f"{name}.lance")
 
     def _marker(self, name: str) -> dict[str, object]:
         try:
@@ -159,3 +162,14 @@ class Shelf:
     def _path(self) -> Path:
         assert self._location.path is not None
         return self._location.path
+
+
+def file_sizes(root: Path) -> list[tuple[str, int]]:
+    """Files below a directory and their bytes, without those that others remove or rename meanwhile."""
+    found = []
+    for directory, _, names in os.walk(root):
+        for name in names:
+            path = os.path.join(directory, name)
+            with contextlib.suppress(FileNotFoundError):
+                found.append((path, os.lstat(path).st_size))
+    return found

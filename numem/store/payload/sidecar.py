@@ -96,6 +96,15 @@ class SidecarFiles:
         with self._lock:
             self._open.pop(path, None)
 
+    def drop_removed(self) -> None:
+        """Close sidecars whose volume was removed, by this or another process: their space comes back then."""
+        with self._lock:
+            self._drop_removed()
+
+    def _drop_removed(self) -> None:
+        for path in [path for path, held in self._open.items() if not os.fstat(held.number).st_nlink]:
+            del self._open[path]
+
     def close(self) -> None:
         with self._lock:
             self._open.clear()
@@ -104,6 +113,7 @@ class SidecarFiles:
         with self._lock:
             found = self._open.get(path)
             if found is None:
+                self._drop_removed()
                 found = self._open[path] = _Descriptor(path)
                 if len(self._open) > _OPEN_FILES:
                     self._open.popitem(last=False)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import RLock
+from threading import Lock, RLock
 
 import filelock
 
@@ -132,7 +132,9 @@ class Tier:
         self._options = options
         self._writers = writers
         self._lock = RLock()
-        self._appending = RLock()  # not `_lock`: readers ask for volumes while an append takes its time
+        # Held while an append takes its time. Order of locks: this one, `_lock`, the catalog's, `_volumes_lock`.
+        self.appending = RLock()
+        self._volumes_lock = Lock()
         self._volumes: dict[str, Volume] = {}
         self._checked: dict[str, bool] = {}
         self._writing: tuple[Volume, int] | None = None
@@ -146,7 +148,7 @@ class Tier:
 
     def volume(self, name: str) -> Volume:
         """A volume by the name that a placement gives; names of another form are refused."""
-        with self._lock:
+        with self._volumes_lock:
             found = self._volumes.get(name)
             if found is None:
                 if not VOLUME.fullmatch(name):
@@ -205,7 +207,7 @@ class Tier:
         """Close the volumes that writers of this node would go on with, for good: the next ones are made now. Those that
         another live process writes are left to it."""
         sealed = []
-        with self._appending, self._lock:
+        with self.appending, self._lock:
             for number in self.writer_numbers():
                 with self._writers.borrowed(number) as mine:
                     last = "".join(self.shelf.marked(f"{self._node}.w{number:03d}.")[-1:])
@@ -218,7 +220,7 @@ class Tier:
 
     def close_volume(self) -> str | None:
         """Append no more to the volume that this process writes; returns its name. The next append makes a new one."""
-        with self._appending, self._lock:
+        with self.appending, self._lock:
             if self._writing is None:
                 return None
             (volume, _), self._writing = self._writing, None
@@ -237,7 +239,7 @@ class Tier:
 
     def forget_volume(self, name: str) -> None:
         """Let go of what is held open of a volume that was removed."""
-        with self._lock:
+        with self._volumes_lock:
             self._volumes.pop(name, None)
             self._checked.pop(name, None)
 
@@ -249,7 +251,7 @@ class Tier:
         Args:
             prepare: recovers a volume that an earlier process left, before it is appended to; False closes it.
         """
-        with self._appending:
+        with self.appending:
             volume = self._open_volume(prepare)
             written = volume.append(pieces, partial(facts, volume))
             if self._writing is not None:
@@ -260,7 +262,8 @@ class Tier:
         with self._lock:
             if self._writing is not None:
                 volume, size = self._writing
-                if size < self.config.close_bytes and volume.commits < CLOSE_COMMITS:
+                room = size < self.config.close_bytes and volume.commits < CLOSE_COMMITS
+                if room and self.shelf.owned(volume.name):  # else it was removed: see `collect.closed`
                     return volume
                 self._writing = None
                 return self._create_next(volume.name)

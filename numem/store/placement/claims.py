@@ -67,11 +67,11 @@ def pin(parts: "Session", ids: Iterable[bytes], tier: str, ttl_s: float | None, 
     node = _node_of(parts, tier)
     expires = expiry(ttl_s)
     wanted = list(dict.fromkeys(ids))
-    parts.catalog.refresh("nodes")
-    for id in wanted:
-        if id not in parts.catalog.nodes:
-            raise NotFoundError(f"pin: no node {id.hex()} in this memory; publish it first")
-    append(parts, [Claim(0, "pin", id, tier, node, owner, expires=expires) for id in wanted])
+    with parts.catalog.transaction():  # what is there now is not collected before it is pinned
+        for id in wanted:
+            if id not in parts.catalog.nodes:
+                raise NotFoundError(f"pin: no node {id.hex()} in this memory; publish it first")
+        append(parts, [Claim(0, "pin", id, tier, node, owner, expires=expires) for id in wanted])
 
 
 def unpin(parts: "Session", ids: Iterable[bytes], tier: str, owner: str) -> int:

@@ -174,8 +174,8 @@ class Evictor:
                 most = account.most(kept) + nbytes - left
                 raise CapacityError(
                     f"tier {tier.name}: {nbytes} bytes must leave ({reason}), but of {account.used} only {most} may: "
-                    f"the rest is pinned, leased, in use or nowhere else durable; capacity {spec.capacity}; "
-                    "unpin, release or raise the capacity"
+                    "the rest is pinned, leased, in use or nowhere else durable; unpin or release"
+                    + ("" if spec.capacity is None else f", or raise the capacity of {spec.capacity}")
                 )
             copies = [*strays, *account.freed(victims)]
             clock, node = self._parts.clock, self._parts.work.node

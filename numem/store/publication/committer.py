@@ -119,9 +119,10 @@ class Committer:
 
     @property
     def pending_facts(self) -> bool:
-        """Whether facts of this process are queued or being committed."""
+        """Whether facts of this process are queued or being committed, as far as the caller could wait for them."""
         with self._changed:
-            return bool(self._facts) or self._busy
+            # A callback of a future runs in this thread, when what was committed with it is durable.
+            return (bool(self._facts) or self._busy) and threading.current_thread() != self._thread
 
     @property
     def depth(self) -> int:
@@ -130,7 +131,13 @@ class Committer:
             return self._count()
 
     def flush(self) -> None:
-        """Return when everything queued before is durable; raises what facts failed with since the last flush."""
+        """Return when everything queued before is durable; raises what facts failed with since the last flush.
+
+        Raises:
+            StoreError: called by a callback of a publication, which would wait for itself.
+        """
+        if threading.current_thread() == self._thread:
+            raise StoreError("flush: called by a callback of a publication, which would wait for itself; use a thread")
         done: Future[None] = Future()
         with self._changed:
             if self._thread is None and not self._facts and not self._count():

@@ -13,7 +13,7 @@ from numem.store.catalog.catalog import Facts
 from numem.store.payload.pieces import Piece
 from numem.store.payload.tier import Tier
 from numem.store.publication.capture import require_content
-from numem.store.publication.publish import NodeJob, difference
+from numem.store.publication.publish import ORPHANED, NodeJob, difference
 from numem.store.publication.spool import Staged, StagedPiece
 from numem.store.reports import PublishReceipt, PublishReport, Ticket
 from numem.store.session import Session
@@ -113,6 +113,8 @@ def publish(parts: Session, node: Node, payloads: Sequence[Buffer], queue: str, 
         entering.set_result(PublishReceipt(node.id))
         raise
     ticket.published.add_done_callback(lambda _: entering.set_result(PublishReceipt(node.id)))
+    if replicated is not None:
+        ticket.published.add_done_callback(partial(parts.writes.give_up, node.id, replicated))
     return replace(ticket, replicated=replicated)
 
 
@@ -156,6 +158,9 @@ def _settle(parts: Session, job: NodeJob) -> PublishReceipt:
         # Another process may have published and emptied the spool meanwhile.
         elsewhere = already(parts, job.node.id)
         receipt = receipt if elsewhere.missing else elsewhere
+    if receipt.missing == ORPHANED:
+        parts.spool.discard(job.node.id)
+        return replace(receipt, logical_bytes=0)
     if receipt.missing:
         parts.spool.set_aside(job.node.id, parts.work.quarantine)
         return replace(receipt, logical_bytes=0)

@@ -7,7 +7,7 @@ content keeps what it has; the difference becomes an event.
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -24,6 +24,8 @@ from numem.store.stats import Stats
 
 # Why a copy is quarantined whose file is not there at the length that it needs.
 GONE = "sidecar missing or cut short"
+# Why a node is not published although its payload is there.
+ORPHANED = "what it builds on was removed from this memory; compute it again from its beginning"
 
 
 # Checkpoints are never dropped, whoever publishes one waits; cache entries are dropped where there is no room.
@@ -86,6 +88,8 @@ class Publisher:
         # Written durably, but the catalog commit behind it failed: used by the next group instead of writing again.
         self._uncatalogued: dict[bytes, Placement] = {}
         self._described: set[tuple[str, bytes]] = set()
+        # Nodes of the group at hand whose beginning was removed from the memory.
+        self._orphans: set[bytes] = set()
         # Told of every group that became durable, before its futures are done: tiers that are written through.
         self.published: list[Callable[[Sequence[NodeJob]], None]] = []
 
@@ -105,15 +109,18 @@ class Publisher:
         # The first piece to write, or all jobs: without either no volume is touched.
         first = list(itertools.islice(incoming, 1))
         moments = [time.perf_counter()]
-        if first or any(job.node.id not in self._catalog.nodes for job in group):
+        if first or self._new(group):
             damaged = self._write(itertools.chain(first, incoming), group, moments)
         asked = facts()
         facts_now = Facts(**{name: list(getattr(asked, name)) for name in Facts.__slots__})
         facts_now.placements.extend(gone)
         durable = time.perf_counter()
-        with self._catalog.transaction():
+        with self._home.appending, self._catalog.transaction():
+            self._drop_removed()
             # Others may have published meanwhile: what is looked up here stays true until the facts are appended.
-            needed |= self._write_taken(group, damaged, facts_now)
+            taken, bad = self._write_taken(group, damaged, facts_now)
+            needed |= taken
+            damaged = {**damaged, **bad}
             written = self._drop_duplicates({content for content in needed if content not in damaged})
             receipts = self._decide(group, damaged, written, facts_now)
             facts_now.placements.extend(self._uncatalogued.values())
@@ -122,7 +129,7 @@ class Publisher:
             receipts = self._confirm(group, receipts)
             if self._catalog.lock_path is None:
                 late = Facts()
-                if self._write_taken(group, damaged, late):
+                if self._write_taken(group, damaged, late)[0]:
                     late.placements.extend(self._uncatalogued.values())
                     self._catalog.append(late)
                     self._uncatalogued.clear()
@@ -141,29 +148,35 @@ class Publisher:
     ) -> Iterator[Piece]:
         """Pieces that no usable copy in the home tier holds, as their jobs arrive; one piece from every job that has it,
         should the first be damaged. Notes the jobs, what is needed, and copies that turn out to be gone."""
+        self._orphans.clear()
         for job in jobs:
             group.append(job)
             held = self._catalog.nodes.get(job.node.id)
             if held is not None and held.pieces != job.node.pieces:
+                continue
+            if held is None and self._orphaned(job.node, {other.node.id for other in group}):
                 continue
             for piece in job.pieces:
                 if piece.content in needed or not self._durable(piece.content, gone):
                     needed.add(piece.content)
                     yield piece
 
-    def _write_taken(self, group: Sequence[NodeJob], damaged: Mapping[bytes, str], facts: Facts) -> set[bytes]:
-        """Write what a collection took since it was looked up; returns what that was. Where no lock holds collections
-        off, this is asked once more after the nodes are visible: from then on they keep their pieces."""
+    def _write_taken(
+        self, group: Sequence[NodeJob], damaged: Mapping[bytes, str], facts: Facts
+    ) -> tuple[set[bytes], Mapping[bytes, str]]:
+        """Write what a collection took since it was looked up; returns what that was, and what of it is damaged. Where
+        no lock holds collections off, this is asked once more after the nodes are visible: from then on they keep their
+        pieces."""
         taken: dict[bytes, Piece] = {}
         for job in group:
             held = self._catalog.nodes.get(job.node.id)
+            if held is None and self._orphaned(job.node, {other.node.id for other in group}):
+                continue
             if held is None or held.pieces == job.node.pieces:
                 for piece in job.pieces:
                     if piece.content not in damaged and not self._durable(piece.content, facts.placements):
                         taken[piece.content] = piece
-        if taken:
-            self._write(taken.values(), group, [])
-        return set(taken)
+        return set(taken), self._write(taken.values(), group, []) if taken else {}
 
     def _drop_duplicates(self, written: set[bytes]) -> set[bytes]:
         """What of `written` counts as stored: another writer may have made the same pieces durable while this one
@@ -178,12 +191,16 @@ class Publisher:
             del self._uncatalogued[content]
         return written - late
 
+    def _drop_removed(self) -> None:
+        """What was written and went with its volume, which no fact kept, is written again."""
+        volumes = {placement.volume for placement in self._uncatalogued.values()}
+        gone = {volume for volume in volumes if not self._home.shelf.exists(volume)}
+        for content in [content for content, placement in self._uncatalogued.items() if placement.volume in gone]:
+            del self._uncatalogued[content]
+
     def _durable(self, content: bytes, found_gone: list[Placement]) -> bool:
-        written = self._uncatalogued.get(content)
-        if written is not None:
-            if self._home.present(written):
-                return True
-            del self._uncatalogued[content]  # it went with its volume, which no fact kept
+        if content in self._uncatalogued:
+            return True
         for placement in self._catalog.placements.current(content):
             if placement.state is State.READY and self._home.reachable(placement):
                 if self._home.present(placement):
@@ -199,8 +216,7 @@ class Publisher:
 
         def document(volume: Volume, damaged: Mapping[bytes, str]) -> str:
             moments.append(time.perf_counter())
-            new = [job.node for job in group if job.node.id not in self._catalog.nodes]
-            whole = [node for node in new if not any(piece in damaged for piece in node.pieces)]
+            whole = [node for node in self._new(group) if not any(piece in damaged for piece in node.pieces)]
             identities = {}
             for scope in {node.scope for node in whole}:
                 description = self._describe(scope)
@@ -231,6 +247,9 @@ class Publisher:
                     facts.events.append(event)
                 receipts.append(PublishReceipt(node.id, conflict=True))
                 continue
+            if held is None and self._orphaned(node, added):
+                receipts.append(PublishReceipt(node.id, missing=ORPHANED))
+                continue
             if bad:
                 receipts.append(PublishReceipt(node.id, missing=bad[0]))
                 continue
@@ -252,6 +271,19 @@ class Publisher:
                 )
             )
         return receipts
+
+    def _new(self, group: Iterable[NodeJob]) -> list[Node]:
+        """Nodes of a group that become visible with it."""
+        known = self._catalog.nodes
+        return [job.node for job in group if job.node.id not in known and job.node.id not in self._orphans]
+
+    def _orphaned(self, node: Node, group: Container[bytes]) -> bool:
+        """Whether what a node builds on was removed: a child staged elsewhere must not outlive a deletion. Noted."""
+        nodes, parent = self._catalog.nodes, node.parent
+        gone = nodes.retired(parent) >= 0 and parent not in nodes and parent not in group
+        if gone or parent in self._orphans:
+            self._orphans.add(node.id)
+        return node.id in self._orphans
 
     def _confirm(self, jobs: Sequence[NodeJob], receipts: Sequence[PublishReceipt]) -> list[PublishReceipt]:
         """Who was first is settled by commit order; on an object store, where no lock orders the writers, only now."""

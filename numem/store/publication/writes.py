@@ -18,6 +18,7 @@ from numem.policy.admission import SecondTouch
 from numem.store.payload.tier import Tier, rank_of
 from numem.store.publication.publish import NodeJob
 from numem.store.reading.runs import Request
+from numem.store.reports import PublishReceipt
 
 if TYPE_CHECKING:
     from numem.store.session import Session
@@ -69,6 +70,20 @@ class Writes:
         with self._lock:
             self._replicated.setdefault(id, []).append(future)
         return future
+
+    def give_up(self, id: bytes, future: "Future[None]", published: "Future[PublishReceipt]") -> None:
+        """A publication ended: where it failed, nothing will come home."""
+        error = published.exception()
+        if error is None:
+            return
+        with self._lock:
+            waiting = self._replicated.get(id, [])
+            if future not in waiting:
+                return  # resolved, or told of the end by `close`
+            waiting.remove(future)
+            if not waiting:
+                del self._replicated[id]
+        future.set_exception(error)
 
     def published(self, jobs: Sequence[NodeJob]) -> None:
         """A group is durable where publications end."""

@@ -12,7 +12,6 @@ catalog holds for the home tier, whatever became of the copy there.
 
 import errno
 import os
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from numem.store.catalog.catalog import Catalog, Facts
 from numem.store.catalog.facts import Placement, Record, State
 from numem.store.lance_errors import first_line
 from numem.store.payload.objects import Objects, plan_requests
-from numem.store.payload.shelf import VOLUME, Shelf
+from numem.store.payload.shelf import NOBODY, VOLUME, Shelf
 from numem.store.payload.tier import Tier
 
 KIND = "archive"
@@ -127,6 +126,15 @@ class Archive:
         self.refresh()
         return ArchiveReport(tuple(done), held, sum(done.values()), failed, (time.perf_counter() - started) * 1e3)
 
+    def leftovers(self) -> list[str]:
+        """Copies in the archive that were cut short, or why that cannot be told."""
+        self.refresh()
+        try:
+            names = [str(path).rsplit("/", 1)[-1] for path in self._filesystem().ls(self._root, detail=False)]
+        except self._errors() as error:
+            return [] if isinstance(error, FileNotFoundError) else [f"* ({first_line(error)})"]
+        return [name for name in names if name.removesuffix(".lance") not in self._volumes]
+
     def read_ranges(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
         """Byte ranges of one archived sidecar, neighbours joined; FileNotFoundError where it is gone."""
         starts, ends, places = plan_requests(offsets, lengths)
@@ -171,7 +179,7 @@ class Archive:
             else:
                 _write_local(root / f"{volume}.lance" / file, blocks)
         # Without an owner: no writer goes on with it.
-        Shelf(tier.config.location, tier.objects, "archive").mark(volume, volume.rsplit(".", 2)[0])
+        Shelf(tier.config.location, tier.objects, NOBODY).mark(volume, volume.rsplit(".", 2)[0])
         clock = self._catalog.clock
         self._catalog.append(Facts(placements=[place.turned(clock.next(), State.READY, "") for place in lost]))
         return held.nbytes
@@ -363,9 +371,10 @@ def _digest(blocks: Iterator[Any]) -> str:
 def _write_local(path: Path, blocks: Iterator[Any]) -> None:
     """Write a file under a temporary name, sync it and give it its name, durably."""
     barrier.make_directory(path.parent)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    # One name, so that the next attempt writes over what a crash left: archiving is done under the maintenance lease.
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "xb", buffering=0) as file:
+        with open(temporary, "wb", buffering=0) as file:
             for block in blocks:
                 view = memoryview(block)
                 while len(view):

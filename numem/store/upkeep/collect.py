@@ -24,7 +24,7 @@ from numem.store.catalog.nodes import node_from_document, split_ids
 from numem.store.catalog.table import column
 from numem.store.payload.manifests import manifest_versions
 from numem.store.payload.packing import parts_of
-from numem.store.payload.pieces import Piece, padded
+from numem.store.payload.pieces import NO_CONTENT, Piece, padded
 from numem.store.payload.tier import Tier
 from numem.store.payload.volume import Volume
 from numem.store.publication.publish import placement_at
@@ -86,8 +86,9 @@ def collect(
     report = CollectReport(retired=retired)
     for tier in parts.tiers.values():
         fence()
-        gone = sweep(parts, tier, grace_s)
-        swept = reclaim(parts, tier, dead_fraction=dead_fraction, grace_s=grace_s, fence=fence)
+        with parts.evictor.exclusive(tier):  # an eviction gives space back too
+            gone = sweep(parts, tier, grace_s)
+            swept = reclaim(parts, tier, dead_fraction=dead_fraction, grace_s=grace_s, fence=fence)
         report = CollectReport(
             retired,
             report.evicted + len(gone),
@@ -162,7 +163,9 @@ def sweep(parts: "Session", tier: Tier, grace_s: float = GRACE_S) -> list[Placem
             copies = [p for p in catalog.placements.current(content) if tier.reachable(p)]
             ready = sorted((p for p in copies if p.state is State.READY), key=lambda p: p.sequence)
             doomed = ready[:-1] if content in live else ready
-            doomed += [p for p in copies if p.state in (State.QUARANTINED, State.COPYING)]
+            doomed += [p for p in copies if p.state is State.COPYING]
+            if content not in live or _is_anywhere(parts, content):
+                doomed += [p for p in copies if p.state is State.QUARANTINED]
             gone += [p for p in doomed if max(p.sequence, 0 if content in live else ended.get(content, 0)) <= late]
         facts = [placement.turned(parts.clock.next(), State.EVICTED, "collected") for placement in gone]
         if facts:
@@ -181,6 +184,7 @@ def reclaim(
     """Give back the space of a tier's dead pieces: see the module. Volumes of running writers are let be."""
     before = after = removed = rewritten = 0
     ready = ready_copies(parts, tier)
+    doubtful = _doubtful(parts, tier)
     for name in tier.volumes():
         with closed(parts, tier, name) as free:
             nbytes = tier.shelf.nbytes(name)
@@ -193,7 +197,8 @@ def reclaim(
                 ready = ready_copies(parts, tier)
                 copies = ready.get(name, [])
                 live = sum(padded(placement.nbytes) for placement in copies)
-            if not free or live > (1 - dead_fraction) * nbytes or not _catalogued(parts, tier, name, grace_s):
+            needed = name in doubtful or live > (1 - dead_fraction) * nbytes
+            if not free or needed or not _catalogued(parts, tier, name, grace_s):
                 after += nbytes
                 continue
             tier.seal(name)
@@ -219,12 +224,17 @@ def rewrite(parts: "Session", tier: Tier, copies: Sequence[Placement], documents
     pieces = [Piece(p.content, p.nbytes, p.xxh3, partial(_load, parts, p)) for p in copies]
     volume, written = tier.append(pieces, lambda volume, damaged: json.dumps(documents), parts.prepare_volume)
     next_sequence = parts.clock.next
-    placements = [placement_at(slot, tier, volume, next_sequence()) for slot in written.slots]
-    for copy in copies:
-        bad = written.damaged.get(copy.content)
-        state, reason = (State.EVICTED, "rewritten") if bad is None else (State.QUARANTINED, bad)
-        placements.append(copy.turned(next_sequence(), state, reason))
-    parts.catalog.append(Facts(placements=placements))
+    with parts.catalog.transaction():
+        # What was let go of, or found bad, while it was copied is not brought back.
+        kept = [copy for copy in copies if _is_ready(parts, copy)]
+        wanted = {NO_CONTENT, *(copy.content for copy in kept)}
+        slots = [slot for slot in written.slots if slot.content in wanted]
+        placements = [placement_at(slot, tier, volume, next_sequence()) for slot in slots]
+        for copy in kept:
+            bad = written.damaged.get(copy.content)
+            state, reason = (State.EVICTED, "rewritten") if bad is None else (State.QUARANTINED, bad)
+            placements.append(copy.turned(next_sequence(), state, reason))
+        parts.catalog.append(Facts(placements=placements))
     return sum(padded(slot.nbytes) for slot in written.slots)
 
 
@@ -239,6 +249,7 @@ def remove(parts: "Session", tier: Tier, name: str) -> int:
             raise StoreError(f"{tier.label}/{name}: not removed, a copy in it became ready meanwhile; collect again")
         nbytes = tier.shelf.remove(name)
     tier.forget_volume(name)
+    parts.reader.files.drop_removed()
     return nbytes
 
 
@@ -277,7 +288,9 @@ def mentions(
 def closed(parts: "Session", tier: Tier, name: str) -> Iterator[bool]:
     """Whether nobody appends to a volume: it is not the newest of its writer, or its writer is not running."""
     writer, _, _ = name.rpartition(".")
-    if name not in tier.shelf.newest(tier.shelf.marked(f"{writer}.")):
+    if tier.shelf.marked(f"{writer}.")[-1:] != [name]:
+        # Also where another local state of the same node name made the newer one: this one's writer, should it live,
+        # looks at the marker before it appends, and once more before the catalog speaks of it.
         yield True
         return
     if not tier.shelf.owned(name) or tier.writes(name):
@@ -297,6 +310,28 @@ def ready_copies(parts: "Session", tier: Tier) -> dict[str, list[Placement]]:
     return found
 
 
+def _is_anywhere(parts: "Session", content: bytes) -> bool:
+    """Whether a piece has a ready copy, on whatever node."""
+    return any(copy.state is State.READY for copy in parts.catalog.placements.current(content))
+
+
+def _doubtful(parts: "Session", tier: Tier) -> set[str]:
+    """Volumes with a copy that was found bad, of a piece that a visible node needs and that is ready nowhere: the disk
+    may only have been away, and a scrub looks at it again."""
+    placements = parts.catalog.placements
+    bad = {
+        content: [copy.volume for copy in placements.current(content) if _is_bad(copy) and tier.reachable(copy)]
+        for content in placements.contents()
+        if any(_is_bad(copy) for copy in placements.current(content)) and not _is_anywhere(parts, content)
+    }
+    live = referenced(parts)[0] if any(bad.values()) else set()
+    return {volume for content, volumes in bad.items() if content in live for volume in volumes}
+
+
+def _is_bad(copy: Placement) -> bool:
+    return copy.state is State.QUARANTINED
+
+
 def _catalogued(parts: "Session", tier: Tier, name: str, grace_s: float) -> bool:
     """Whether the catalog knows every commit of a volume; what a crash left out is adopted once it is old enough."""
     volume = tier.volume(name)
@@ -310,6 +345,10 @@ def _catalogued(parts: "Session", tier: Tier, name: str, grace_s: float) -> bool
     if path is not None and all((path / "data" / file).stat().st_mtime < time.time() - grace_s for file in unknown):
         parts.recovered += adopt(tier, volume, parts.catalog, parts.ledger.read().get(volume.label, {}))
     return False
+
+
+def _is_ready(parts: "Session", copy: Placement) -> bool:
+    return any(p.copy == copy.copy and p.state is State.READY for p in parts.catalog.placements.current(copy.content))
 
 
 def _load(parts: "Session", placement: Placement, view: memoryview) -> None:

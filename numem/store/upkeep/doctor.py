@@ -169,7 +169,7 @@ def _marker(work: Workspace, options: Mapping[str, str] | None) -> list[Finding]
         if work.home.path is None and any(Objects(work.home, options).listing("catalog")):
             remedy = "open the memory: a new marker is made; archives of it are known by the old one's id"
             return [Finding(Severity.REPAIRABLE, place, "missing, though there is a catalog", remedy)]
-        raise
+        raise NotFoundError(f"{place}: no memory there; name the home of one") from None
     except StoreError as error:
         if isinstance(error.__cause__, OSError):
             raise

@@ -20,8 +20,11 @@ from numem.store.catalog.table import column
 from numem.store.payload.tier import Tier
 from numem.store.session import Session
 from numem.store.upkeep import collect, recovery
+from numem.store.upkeep.archive import KIND as ARCHIVED
 
 Fence = Callable[[], None]
+# Negative: versions that another node's clock, or this one's before it went back, dated in the future go too.
+_ALL_VERSIONS_S = -1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ def forget(
     """
     if sum(given is not None for given in (scope, branch, ids)) != 1:
         raise InputError("forget: give exactly one of scope, branch and ids")
+    parts.captures.drain()
+    parts.committer.flush()  # what this process has under way is visible, and goes too
     parts.catalog.refresh("placements", "nodes", "branches", "identities", force=True)
     chosen = _chosen(parts, scope, branch, ids)
     staged = _staged(parts, scope, chosen)
@@ -90,13 +95,20 @@ def forget(
         frozenset(chosen), frozenset(doomed), frozenset({scope} if scope else ()), frozenset(branches)
     )
     for tier in parts.tiers.values():
-        size, count, left = _purge(parts, tier, forgotten, fence)
+        with parts.evictor.exclusive(tier):
+            size, count, left = _purge(parts, tier, forgotten, fence)
         nbytes, volumes, unreached = nbytes + size, volumes + count, unreached + left
     fence()
     shutil.rmtree(parts.work.quarantine, ignore_errors=True)
     recovery.sweep_spool(parts.work.spool, 0)
     compact.compact(
-        parts.catalog, parts.volume_gone, least=0, keep_versions_s=0, grace_s=0, without=forgotten, fence=fence
+        parts.catalog,
+        parts.volume_gone,
+        least=0,
+        keep_versions_s=_ALL_VERSIONS_S,
+        grace_s=0,
+        without=forgotten,
+        fence=fence,
     )
     for table in parts.catalog.tables.values():
         with parts.catalog.exclusive():
@@ -215,16 +227,22 @@ def _purge(parts: Session, tier: Tier, forgotten: compact.Forgotten, fence: Fenc
 
 
 def _archived(parts: Session, pieces: set[bytes]) -> list[str]:
-    """Volumes in archives that hold copies; numem never changes an archive."""
-    for archive in parts.archives.values():
-        archive.refresh()
-    found = {
-        f"{name}/{placement.volume}: an archived volume holds it; delete it there"
+    """Volumes in archives that hold copies, and copies that were cut short; numem never removes one from an archive."""
+    volumes = {
+        placement.volume
         for content in pieces
         for placement in parts.catalog.placements.current(content)
-        for name, archive in parts.archives.items()
-        if placement.tier == parts.home.name and archive.holds(placement.volume)
+        if placement.tier == parts.home.name
     }
+    held = {(record.body.get("archive"), record.subject.decode()) for record in parts.catalog.records(ARCHIVED)}
+    found = [
+        f"{name}/{volume}: an archived volume holds it; delete it there" for name, volume in held if volume in volumes
+    ]
+    for archive in parts.archives.values():
+        found += [
+            f"{archive.name}/{left}: a copy that was cut short may hold some; delete it there"
+            for left in archive.leftovers()
+        ]
     return sorted(found)
 
 
@@ -237,7 +255,7 @@ def _elsewhere(parts: Session, pieces: set[bytes]) -> list[str]:
         if placement.tier not in parts.tiers or not parts.tiers[placement.tier].reachable(placement)
     }
     return [
-        f"{tier}@{node}: another node's tier; run numem maintain --grace 0 there"
+        f"{tier}@{node}: another node's tier; run numem maintain --grace 0 --dead 0 there"
         if node
         else f"{tier}: not a tier of this handle"
         for tier, node in sorted(places)

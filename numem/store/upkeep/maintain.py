@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from numem.errors import LeaseHeldError
 from numem.store.catalog.compact import KEEP_VERSIONS_S, LEAST, CompactReport, compact
 from numem.store.payload.objects import Objects
+from numem.store.payload.shelf import file_sizes
 from numem.store.upkeep import recovery
 from numem.store.upkeep.collect import DEAD_FRACTION, GRACE_S, CollectReport, collect
 from numem.store.upkeep.epoch import kept
@@ -128,7 +129,7 @@ def catalog_bytes(parts: "Session") -> int:
     root = parts.catalog.location.path
     if root is None:
         return sum(listed.nbytes for listed in Objects(parts.catalog.location, parts.options).listing())
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    return sum(nbytes for _, nbytes in file_sizes(root))
 
 
 def payload_bytes(parts: "Session") -> int:

@@ -69,7 +69,8 @@ class Mender:
                 self.done.append(Recovered("swept", "catalog/nodes", f"{len(self._half_forgotten)} forgotten nodes"))
             for tier in parts.tiers.values():
                 fence()
-                self._evacuate(tier)
+                with parts.evictor.exclusive(tier):
+                    self._evacuate(tier)
             self._sweep()
             self._scrub()
         for entry in parts.recovered:

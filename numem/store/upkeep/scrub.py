@@ -211,9 +211,27 @@ class Scrubber:
                     }
                 )
                 continue
+            repaired += self._revive(tier)
             for group in self._groups(list(self._lost(tier)), failed):
                 repaired += self._rebuild(tier, group, failed)
         return repaired, failed
+
+    def _revive(self, tier: Tier) -> int:
+        """Copies that were found bad and are good: the disk was not mounted, or the tier's place was wrong. How many."""
+        parts = self._parts
+        good: list[Placement] = []
+        for content in self._lost(tier):
+            for place in parts.catalog.placements.current(content):
+                if tier.reachable(place) and place.state is State.QUARANTINED and place.nbytes:
+                    view = memoryview(bytearray(place.nbytes))
+                    if not parts.reader.read_replica(place, view) and not self._differs(
+                        content, self._scopes[content], view
+                    ):
+                        good.append(place.turned(parts.clock.next(), State.READY, "found good again"))
+                        break
+        if good:
+            parts.catalog.append(Facts(placements=good))
+        return len(good)
 
     def _lost(self, tier: Tier) -> Iterator[bytes]:
         placements = self._parts.catalog.placements
