@@ -94,6 +94,8 @@ class Scrubber:
             self._open_volumes(name, copies)
             whole = self._scrub(name, copies, budget_bytes, started, budget_s) and whole
         repaired, unrepairable = self._repair(names if tier is None else [tier]) if repair else (0, {})
+        if tier is None:
+            unrepairable = {**self._nowhere(), **unrepairable}
         parts.stats.add("copies_scrubbed", self._checked)
         parts.stats.add("copies_repaired", repaired)
         return ScrubReport(
@@ -215,6 +217,12 @@ class Scrubber:
             for group in self._groups(list(self._lost(tier)), failed):
                 repaired += self._rebuild(tier, group, failed)
         return repaired, failed
+
+    def _nowhere(self) -> dict[bytes, str]:
+        """Pieces of visible nodes that are ready in no tier of any node: there is nothing to look at."""
+        current = self._parts.catalog.placements.current
+        ready = {content for content in self._scopes if any(copy.state is State.READY for copy in current(content))}
+        return {content: "no good copy in any tier; recompute it" for content in self._scopes if content not in ready}
 
     def _revive(self, tier: Tier) -> int:
         """Copies that were found bad and are good: the disk was not mounted, or the tier's place was wrong. How many."""
