@@ -1,6 +1,7 @@
 """Rows of the case pages that belong to no single part of the store."""
 
 import mmap
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -147,3 +148,29 @@ def test_ranks_of_one_model_do_not_share_state(tmp_path: Path) -> None:
         assert min(length(memory, identity.scope) for identity in ranks) == 2
         with pytest.raises(IntegrityError):
             memory.stage(chains[1][2][0], chains[0][2][1])
+
+
+def test_reads_do_not_grow_with_the_number_of_fragments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lance#3751, lance#8914, lance#3080: a restore of k chunks costs at most 2 k system calls that read payload, whatever
+    lies beside them, before and after a compaction."""
+    chain = make_chain(4, nbytes=300_000)
+    calls: list[int] = []
+    preadv = os.preadv
+
+    def counted(*args: Any) -> int:
+        calls.append(args[0])
+        return preadv(*args)
+
+    with Memory(tmp_path) as memory:
+        put(memory, chain)
+        for number in range(12):
+            put(memory, make_chain(1, seed=number + 1, name=str(number)))
+            assert_readable(memory, chain)
+        monkeypatch.setattr(os, "preadv", counted)
+        buffers = [(node.pieces[0], bytearray(300_000)) for node, _ in chain]
+        for _ in range(2):
+            calls.clear()
+            memory.read(buffers)
+            assert [bytes(buffer) for _, buffer in buffers] == [data for _, (data,) in chain]
+            assert 1 <= len(calls) <= 2 * len(chain)
+            memory.care.compact(least=1, keep_versions_s=0)
