@@ -195,25 +195,24 @@ def test_a_volume_that_is_filled_and_closed_while_it_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was dead when maintenance began may not be when its turn comes; maintenance goes on, and keeps it."""
-    leaf, real = CHAIN[2][0].id, collect.closed
+    real, dead, more = collect.closed, make_chain(1, seed=40, name="dead"), make_chain(1, seed=41, name="more")
     with Memory(tmp_path) as memory, Memory(tmp_path) as other:
-        put(memory, CHAIN)
-        other.promote([leaf])
-        retire(memory._parts, [leaf], "collected")
+        put(other, dead)
+        retire(memory._parts, [dead[0][0].id], "collected")
 
         @contextmanager
         def closed(parts: Session, tier: Tier, name: str) -> Iterator[bool]:
-            if tier.name == "ssd" and other.placements(CHAIN[0][0].pieces[0])[0].tier != "ssd":
-                other.promote([CHAIN[0][0].id])
-                other._parts.tiers["ssd"].close_volume()
-                other.promote([CHAIN[1][0].id])
+            if tier is parts.home and not other.nodes():
+                put(other, CHAIN)
+                other._parts.home.close_volume()
+                put(other, more)
                 parts.catalog.refresh("placements", force=True)
             with real(parts, tier, name) as free:
                 yield free
 
         monkeypatch.setattr(collect, "closed", closed)
         memory.care.maintain(grace_s=0)
-        assert_readable(memory, CHAIN[:2], tier="ssd")
+        assert_readable(memory, [*CHAIN, *more])
     assert diagnose(tmp_path).ok
 
 
