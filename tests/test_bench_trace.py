@@ -13,7 +13,8 @@ from numem.cli import app
 from numem.errors import InputError
 from numem.policy import DEFAULT, NAMES
 
-TRACES = Path(os.environ.get("NUMEM_TRACES", "/work/shared/data/traces"))
+# Beside the repository, unless the environment says where.
+TRACES = Path(os.environ.get("NUMEM_TRACES", Path(__file__).parents[2] / "shared" / "data" / "traces"))
 
 # Hit ratios by trace and capacity, computed by others with the method of numem/bench/trace.py: lru, lfu, s3fifo, arc,
 # slru; None where there is none.
