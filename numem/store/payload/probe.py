@@ -68,6 +68,7 @@ def probe(objects: Objects) -> None:
         _in_turn(objects, names[0])
         _at_once(objects, names[1:])
     except UnknownOutcomeError as error:
+        names.clear()  # nobody answers: asking for their removal would take as long again
         raise StoreError(
             f"no sure answer to the start-up probe; check bucket, endpoint, region and credentials ({error})"
         ) from error
