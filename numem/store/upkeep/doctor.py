@@ -7,6 +7,7 @@ and the lengths of sidecars, never payload: whether the bytes of a piece are rig
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from os import PathLike
@@ -33,6 +34,8 @@ from numem.store.workspace import Workspace
 
 # What is looked at may change meanwhile: a volume is removed, a table compacted. Then it is looked at again.
 _ATTEMPTS = 4
+# Names that the spool gives its files.
+_STAGED = re.compile(r"[0-9a-f]{64}\.stage")
 
 __all__ = ["DoctorReport", "Finding", "RepairReport", "Severity", "diagnose", "repair"]
 
@@ -217,11 +220,17 @@ def _spool(work: Workspace) -> tuple[int, list[Finding]]:
     if not work.spool.is_dir():
         return whole, findings
     late = time.time() - ORPHAN_GRACE_S
-    ours = {f"{node.hex()}.stage" for node in spool.ids()}
-    temporary = [path for path in work.spool.iterdir() if path.name.startswith(".") and path.name.endswith(".tmp")]
-    old = [path.name for path in temporary if path.stat().st_mtime <= late]
-    young = [path.name for path in temporary if path.name not in old]
-    foreign = [path.name for path in work.spool.iterdir() if path.name not in ours and path not in temporary]
+    old: list[str] = []
+    young: list[str] = []
+    foreign: list[str] = []
+    for entry in list(os.scandir(work.spool)):
+        try:
+            if entry.name.startswith(".") and entry.name.endswith(".tmp"):
+                (old if entry.stat().st_mtime <= late else young).append(entry.name)
+            elif not _STAGED.fullmatch(entry.name):
+                foreign.append(entry.name)
+        except FileNotFoundError:
+            continue  # written to its end meanwhile
     for names, severity, what, remedy in (
         (old, Severity.REPAIRABLE, "half-written files", "open the memory, or repair: they are swept"),
         (young, Severity.NOTE, "files under way or half-written", "none: they are swept once they are old"),

@@ -192,10 +192,11 @@ def strays(
     for entry in sorted(os.scandir(root / "data"), key=lambda entry: entry.name):
         if entry.name.removesuffix(".lance") in stems:
             continue
-        if not _ours(entry):
-            foreign.append(entry.name)
-        else:
-            (old if entry.stat().st_mtime <= limit else young).append(entry.name)
+        with contextlib.suppress(FileNotFoundError):  # renamed or removed by its writer meanwhile
+            if not _ours(entry):
+                foreign.append(entry.name)
+            else:
+                (old if entry.stat().st_mtime <= limit else young).append(entry.name)
     return old, young, foreign
 
 
