@@ -7,7 +7,7 @@ content keeps what it has; the difference becomes an event.
 import itertools
 import json
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -154,7 +154,7 @@ class Publisher:
             held = self._catalog.nodes.get(job.node.id)
             if held is not None and held.pieces != job.node.pieces:
                 continue
-            if held is None and self._orphaned(job.node, {other.node.id for other in group}):
+            if held is None and self._orphaned(job.node, (other.node.id for other in group)):
                 continue
             for piece in job.pieces:
                 if piece.content in needed or not self._durable(piece.content, gone):
@@ -170,7 +170,7 @@ class Publisher:
         taken: dict[bytes, Piece] = {}
         for job in group:
             held = self._catalog.nodes.get(job.node.id)
-            if held is None and self._orphaned(job.node, {other.node.id for other in group}):
+            if held is None and self._orphaned(job.node, (other.node.id for other in group)):
                 continue
             if held is None or held.pieces == job.node.pieces:
                 for piece in job.pieces:
@@ -277,7 +277,7 @@ class Publisher:
         known = self._catalog.nodes
         return [job.node for job in group if job.node.id not in known and job.node.id not in self._orphans]
 
-    def _orphaned(self, node: Node, group: Container[bytes]) -> bool:
+    def _orphaned(self, node: Node, group: Iterable[bytes]) -> bool:
         """Whether what a node builds on was removed: a child staged elsewhere must not outlive a deletion. Noted."""
         nodes, parent = self._catalog.nodes, node.parent
         gone = nodes.retired(parent) >= 0 and parent not in nodes and parent not in group
