@@ -7,8 +7,9 @@ from numem import LM, Memory
 from numem.identity.chain import plan
 from numem.runtime.continuation import Continuation
 from numem.runtime.engine import pages_for_lanes
-from numem.runtime.lanes import Lanes, Request
+from numem.runtime.lanes import Lanes
 from numem.runtime.prefix import lookup
+from numem.runtime.request import Request
 
 LENGTHS = (1, 2, 15, 16, 17, 255, 256, 257, 511, 512, 513, 2049)
 STEPS = 8

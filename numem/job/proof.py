@@ -9,7 +9,7 @@ import numpy as np
 from numem.job.batch import Batch
 from numem.job.reports import Proof
 from numem.runtime.engine import pages_for_lanes
-from numem.runtime.lanes import Outcome
+from numem.runtime.request import Outcome
 
 if TYPE_CHECKING:
     from numem.models.lm import LM

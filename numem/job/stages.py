@@ -26,7 +26,8 @@ from numem.job.versions import outputs_digest
 from numem.runtime.continuation import Session, provenance
 from numem.runtime.engine import pages_for_lanes
 from numem.runtime.kv import capture, raw, restore_rows
-from numem.runtime.lanes import Lanes, Outcome, Request
+from numem.runtime.lanes import Lanes
+from numem.runtime.request import Outcome, Request
 from numem.store.memory import Memory
 
 if TYPE_CHECKING:

@@ -41,6 +41,23 @@ class Rows:
     wanted: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens to evaluate at consecutive positions of a page table.
+
+    Attributes:
+        pages: physical pages from position 0 on.
+        start: position of the first token.
+        tokens: at least one.
+        logits: "last" for the last token, "all" for every token, "none".
+    """
+
+    pages: Sequence[int]
+    start: int
+    tokens: Sequence[int]
+    logits: str = "last"
+
+
 class Decoder(Protocol):
     """What the engine needs of a model."""
 
@@ -86,23 +103,28 @@ class Engine:
             CapacityError: too few free pages.
         """
         for route, tokens in items:
-            if not len(tokens):
-                raise InputError("append: an item has no tokens")
-            if route.length + len(tokens) > self.max_position:
-                raise ContextLengthError(
-                    f"append: {route.length} + {len(tokens)} tokens pass max_position {self.max_position}; "
-                    "load the model with a larger max_position or shorten the prompt"
-                )
+            self.check(route.length, tokens)
         reserved: list[Reservation] = []
         try:
             for route, tokens in items:
                 reserved.append(self.reserve(route, len(tokens)))
-            out = self._run([(r, list(tokens)) for r, (_, tokens) in zip(reserved, items, strict=True)], logits)
+            spans = [Span(r.pages, r.expected, t, logits) for r, (_, t) in zip(reserved, items, strict=True)]
+            out = self.evaluate(spans)
         except BaseException:
             self.pool.abort(reserved)
             raise
         self.pool.commit(reserved)
         return out
+
+    def check(self, start: int, tokens: Sequence[int]) -> None:
+        """Refuse tokens that cannot be evaluated at `start`: none, or past max_position."""
+        if not len(tokens):
+            raise InputError("append: an item has no tokens")
+        if start + len(tokens) > self.max_position:
+            raise ContextLengthError(
+                f"append: {start} + {len(tokens)} tokens pass max_position {self.max_position}; "
+                "load the model with a larger max_position or shorten the prompt"
+            )
 
     def reserve(self, route: Route, count: int) -> Reservation:
         """Reserve room and copy a shared partial tail, so that the reserved pages may be written."""
@@ -118,39 +140,61 @@ class Engine:
         if self.storage.poisoned and freed:
             self.storage.poison(freed)
 
-    def _run(self, work: list[tuple[Reservation, list[int]]], logits: str) -> list[np.ndarray]:
-        width = max(len(r.pages) for r, _ in work)
-        tables = torch.full((len(work), width), -1, dtype=torch.int32)
-        for lane, (r, _) in enumerate(work):
-            tables[lane, : len(r.pages)] = torch.tensor(r.pages, dtype=torch.int32)
-        tokens = np.concatenate([np.asarray(t, dtype=np.int64) for _, t in work])
-        positions = np.concatenate([np.arange(r.expected, r.expected + r.count, dtype=np.int64) for r, _ in work])
-        lanes = np.repeat(np.arange(len(work), dtype=np.int32), [r.count for r, _ in work])
-        slots = tables.numpy()[lanes, positions // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS + positions % PAGE_TOKENS
+    def evaluate(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        """Evaluate spans in one pass; keys and values are written into their pages, and no route changes.
+
+        The caller holds the pages (a reservation, uncommitted) and commits or aborts; every earlier position of a span's
+        pages holds its row already.
+
+        Returns:
+            One float32 array per span: [vocab], [len(tokens), vocab] or [0], as its `logits` asks.
+
+        Raises:
+            InputError: a token outside the vocabulary; nothing was written.
+        """
+        counts = [len(s.tokens) for s in spans]
+        width = max(len(s.pages) for s in spans)
+        tables = np.full((len(spans), width), -1, dtype=np.int32)
+        for lane, s in enumerate(spans):
+            tables[lane, : len(s.pages)] = s.pages
+        tokens = np.concatenate([np.asarray(s.tokens, dtype=np.int64) for s in spans])
+        positions = np.concatenate(
+            [np.arange(s.start, s.start + n, dtype=np.int64) for s, n in zip(spans, counts, strict=True)]
+        )
+        lanes = np.repeat(np.arange(len(spans), dtype=np.int32), counts)
+        slots = tables[lanes, positions // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS + positions % PAGE_TOKENS
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.decoder.vocab:
             raise InputError(f"append: a token id lies outside [0, {self.decoder.vocab})")
-        ends = np.cumsum([r.count for r, _ in work])
-        wanted = {"last": ends - 1, "all": np.arange(len(tokens)), "none": np.arange(0)}[logits]
+        ends = np.cumsum(counts)
+        parts = [_wanted(s, int(b)) for s, b in zip(spans, ends, strict=True)]
+        wanted = np.asarray([row for part in parts for row in part], dtype=np.int64)
         pieces = []
         for a in range(0, len(tokens), MAX_ROWS):
             b = min(a + MAX_ROWS, len(tokens))
-            inside = wanted[(wanted >= a) & (wanted < b)] - a
             rows = Rows(
                 torch.from_numpy(tokens[a:b]),
                 torch.from_numpy(positions[a:b]),
                 torch.from_numpy(slots[a:b]),
                 torch.from_numpy(lanes[a:b]),
-                tables,
-                torch.from_numpy(inside),
+                torch.from_numpy(tables),
+                torch.from_numpy(wanted[(wanted >= a) & (wanted < b)] - a),
             )
             pieces.append(self.decoder.forward(rows, self.storage).numpy())
         self.rows_computed += len(tokens)
-        flat = np.concatenate(pieces)
-        if logits == "none":
-            return [flat[:0, 0] for _ in work]
-        if logits == "last":
-            return list(flat)
-        return np.split(flat, ends[:-1])
+        flat = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        out, at = [], 0
+        for s, part in zip(spans, parts, strict=True):
+            mine = flat[at : at + len(part)]
+            out.append(mine[0] if s.logits == "last" else mine if s.logits == "all" else mine[:, 0])
+            at += len(part)
+        return out
+
+
+def _wanted(span: Span, end: int) -> range:
+    """Rows of the batch, of which the span's last is end - 1, whose logits it asks for."""
+    if span.logits == "none":
+        return range(end, end)
+    return range(end - (1 if span.logits == "last" else len(span.tokens)), end)
 
 
 def pages_for_lanes(lanes: int, tokens: int) -> int:

@@ -155,12 +155,10 @@ def load(
     try:
         for at in range(0, len(hits), READ_AHEAD):
             group = hits[at : at + READ_AHEAD]
-            payloads, failure = _read(memory, engine.decoder.spec, group, tier, report)
+            payloads, failure = fetch(memory, engine.decoder.spec, group, tier, report)
             began = time.perf_counter()
             for hit, payload in zip(group, payloads, strict=False):
-                skip = max(0, good - hit.node.start)
-                rows = payload[:, :, skip : hit.rows]
-                engine.storage.load(rows.contiguous(), reservation.pages, hit.node.start + skip)
+                place(engine, reservation.pages, hit, payload, good)
                 good = hit.node.start + hit.rows
             report.load_ms += (time.perf_counter() - began) * 1e3
             if failure:
@@ -178,10 +176,19 @@ def load(
     return route, report
 
 
-def _read(
+def place(engine: Engine, pages: Sequence[int], hit: Hit, payload: torch.Tensor, first: int) -> None:
+    """Write a fetched chunk's rows into pages, but for those below position `first`, which hold theirs already."""
+    skip = max(0, first - hit.node.start)
+    engine.storage.load(payload[:, :, skip : hit.rows].contiguous(), pages, hit.node.start + skip)
+
+
+def fetch(
     memory: Memory, spec: StateSpec, hits: Sequence[Hit], tier: str | None, report: Restored
 ) -> tuple[list[torch.Tensor], str | None]:
-    """Payloads of the leading hits that could be read and verified, and why the next one could not."""
+    """Payloads of the leading hits that could be read and verified, and why the next one could not.
+
+    Touches no page, so that any thread may call it.
+    """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.dtype]
     layers = spec.slabs[0].members
     buffers = [torch.empty((2, layers, hit.node.count, spec.width), dtype=dtype) for hit in hits]

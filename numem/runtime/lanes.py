@@ -8,72 +8,17 @@ together. One thread owns the engine.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
 import numpy as np
 
 from numem.errors import CapacityError, ContextLengthError, InputError
 from numem.identity.chain import PAGE_TOKENS
 from numem.runtime.continuation import Session
-from numem.runtime.kv import Restored, raw, restore_rows
+from numem.runtime.kv import raw, restore_rows
 from numem.runtime.pool import Route
-from numem.runtime.sampling import GREEDY, Sampler
+from numem.runtime.request import Finish, Outcome, Request
 from numem.store.memory import Memory
-
-
-class Finish(StrEnum):
-    """Why a request ended."""
-
-    LENGTH = "length"
-    EOS = "eos"
-    CAPACITY = "capacity"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt to continue.
-
-    Attributes:
-        id: the caller's name for it.
-        tokens: prompt token ids, at least one.
-        max_new_tokens: tokens to generate at most.
-        sampler: how tokens are chosen.
-        eos: ids that end the output; the ending token is part of it.
-        witness: keep the logits of every step and the final cache bytes, for a proof.
-    """
-
-    id: str
-    tokens: tuple[int, ...]
-    max_new_tokens: int
-    sampler: Sampler = GREEDY
-    eos: frozenset[int] = frozenset()
-    witness: bool = False
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of a request.
-
-    Attributes:
-        generated: output token ids.
-        computed, shared, restored: where its prompt tokens came from; they add up to the prompt's length.
-        ttft_ms: admission to first token. step_ms: time of the steps it took part in, after the first token.
-        restore: what was read from the durable plane.
-        logits, kv: of a witness, float32 [steps, vocab] and raw cache bytes.
-    """
-
-    request: Request
-    generated: list[int] = field(default_factory=list)
-    finish: Finish = Finish.LENGTH
-    computed: int = 0
-    shared: int = 0
-    restored: int = 0
-    ttft_ms: float = 0.0
-    step_ms: float = 0.0
-    restore: Restored = field(default_factory=Restored)
-    logits: list[np.ndarray] = field(default_factory=list)
-    kv: np.ndarray | None = None
 
 
 @dataclass(slots=True)
