@@ -5,7 +5,7 @@ Belongs here: names with units, tables, figures. No prompt, token or output text
 Dagster concept: https://docs.dagster.io/guides/build/assets/metadata-and-tags
 """
 
-import json
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dagster_project.assets.figures import stacked_bars
-from dagster_project.assets.metadata import clip, lines, ms, table
+from dagster_project.assets.metadata import MAX_ROWS, clip, lines, ms, table
 from numem.job.batch import Batch
+from numem.job.completions import read_completions
 from numem.job.reports import DecodedReport, PrefillReport, PromotedReport, PublishedReport, RestoredReport, Summary
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ PREVIEW = 100
 
 def of_prompts(batch: Batch, source: str, texts: Sequence[str] | None) -> Metadata:
     """Sizes of the prompts, and how much of each is shared."""
-    sizes = [len(item.tokens) for item in batch.items]
-    prefixes = [batch.prefix_of(i) for i in range(len(sizes))]
-    common = [0 if p is None else len(batch.prefixes[p].tokens) for p in prefixes]
+    sizes, common = [len(item.tokens) for item in batch.items], batch.shared()
     own = [size - shared for size, shared in zip(sizes, common, strict=True)]
     columns = {"id": "string", "tokens": "int", "in_prefix": "int"}
     rows = list(zip((item.id for item in batch.items), sizes, common, strict=True))
@@ -59,8 +58,10 @@ def of_prefill(report: PrefillReport) -> Metadata:
         "chunks_reused": report.reused_chunks,
         "staged_bytes": report.staged_bytes,
         "time_ms": ms(report.ms),
-        **table("prefixes", columns, rows),
-        "figure": stacked_bars("Where the prefixes' rows came from", series, unit="tokens", each="prefixes"),
+        **table("prefixes", columns, rows, report.count),
+        "figure": stacked_bars(
+            "Where the prefixes' rows came from", series, unit="tokens", each="prefixes", total=report.count
+        ),
     }
 
 
@@ -87,10 +88,12 @@ def of_promotion(report: PromotedReport) -> Metadata:
         "tier": report.tier,
         "pieces_promoted": report.promoted,
         "pieces_there_already": report.satisfied,
-        "pieces_failed": len(report.failed),
+        "pieces_failed": report.failures,
         "promoted_bytes": report.bytes,
         "time_ms": ms(report.ms),
-        "failures": dg.MetadataValue.md(lines([f"{piece}: {why}" for piece, why in report.failed.items()])),
+        "failures": dg.MetadataValue.md(
+            lines([f"{piece}: {why}" for piece, why in report.failed.items()], report.failures)
+        ),
     }
 
 
@@ -102,13 +105,13 @@ def of_restore(report: RestoredReport) -> Metadata:
     rows = [(p.id, p.tokens, p.restored, p.bytes, p.lookup_ms, p.read_ms, p.load_ms, p.digest) for p in report.prefixes]
     series = {name: [getattr(p, name) for p in report.prefixes] for name in times}
     return {
-        "tokens_restored": sum(p.restored for p in report.prefixes),
-        "tokens_not_restored": sum(p.tokens - p.restored for p in report.prefixes),
-        "restored_bytes": sum(p.bytes for p in report.prefixes),
+        "tokens_restored": report.restored,
+        "tokens_not_restored": report.tokens - report.restored,
+        "restored_bytes": report.bytes,
         "time_ms": ms(report.ms),
-        "failures": dg.MetadataValue.md(lines([why for p in report.prefixes for why in p.failures])),
-        **table("prefixes", columns, rows),
-        "figure": stacked_bars("Time to restore a prefix", series, unit="ms", each="prefixes"),
+        "failures": dg.MetadataValue.md(lines(report.failures, report.failed)),
+        **table("prefixes", columns, rows, report.count),
+        "figure": stacked_bars("Time to restore a prefix", series, unit="ms", each="prefixes", total=report.count),
     }
 
 
@@ -116,9 +119,9 @@ def of_outputs(summary: Summary, report: DecodedReport, texts: Sequence[str] | N
     """The job's figures, and where every prompt's tokens came from."""
     columns = {"id": "string", "source": "string"}
     columns |= dict.fromkeys(("tokens", "computed", "shared", "restored", "generated"), "int") | {"ttft_ms": "float"}
-    rows = [tuple(getattr(prompt, name) for name in columns) for prompt in report.prompts]
+    rows = [tuple(getattr(prompt, name) for name in columns) for prompt in report.shown]
     sources = ("computed", "shared", "restored")
-    series = {name: [getattr(prompt, name) for prompt in report.prompts] for name in sources}
+    series = {name: [getattr(prompt, name) for prompt in report.shown] for name in sources}
     rate = {"decode_tokens_per_s": summary.decode_tokens_per_s} if summary.decode_tokens_per_s else {}
     return {
         "dagster/row_count": summary.prompts,
@@ -126,29 +129,41 @@ def of_outputs(summary: Summary, report: DecodedReport, texts: Sequence[str] | N
         "tokens_shared": summary.shared_tokens,
         "tokens_restored": summary.restored_tokens,
         "tokens_decoded": summary.decode_tokens,
+        "prompts_resumed": summary.resumed,
         **rate,
         "exact": "not proven" if summary.exact is None else str(summary.exact).lower(),
-        "figure": stacked_bars("Where the prompts' tokens came from", series, unit="tokens", each="prompts"),
-        **_table("prompts", columns, rows, texts),
+        "figure": stacked_bars(
+            "Where the prompts' tokens came from", series, unit="tokens", each="prompts", total=summary.prompts
+        ),
+        **_table("prompts", columns, rows, texts, summary.prompts),
         "outputs": dg.MetadataValue.path(summary.outputs),
+        "journal": dg.MetadataValue.path(report.journal),
         "warnings": dg.MetadataValue.md(lines(summary.warnings)),
         "summary": {**summary.to_json(), "warnings": len(summary.warnings)},
     }
 
 
 def ends_of_prompts(lm: "LM", batch: Batch) -> list[str]:
-    """The end of each prompt, where those that share a prefix differ."""
-    texts = (lm.tokenizer.decode(list(item.tokens[-PREVIEW:])) for item in batch.items)
+    """The ends of the first prompts, where those that share a prefix differ."""
+    texts = (lm.tokenizer.decode(list(item.tokens[-PREVIEW:])) for item in batch.items[:MAX_ROWS])
     return [" ".join(text.split())[-PREVIEW:] for text in texts]
 
 
 def beginnings_of_outputs(path: str) -> list[str]:
-    """The beginning of each completion of a file of outputs."""
-    with Path(path).open(encoding="utf-8") as file:
-        return [clip(json.loads(line)["completion"], PREVIEW) for line in file]
+    """The beginnings of the first completions of a file of outputs."""
+    return [clip(row["completion"], PREVIEW) for row in itertools.islice(read_completions(Path(path)), MAX_ROWS)]
 
 
-def _table(name: str, columns: dict[str, str], rows: Sequence[Sequence[Any]], texts: Sequence[str] | None) -> Metadata:
+def _table(
+    name: str,
+    columns: dict[str, str],
+    rows: Sequence[Sequence[Any]],
+    texts: Sequence[str] | None,
+    total: int | None = None,
+) -> Metadata:
+    """A table of the first of `total` rows, with a column of previews where there are texts."""
+    total = len(rows) if total is None else total
     if texts is None:
-        return table(name, columns, rows)
-    return table(name, {**columns, "preview": "string"}, [(*row, text) for row, text in zip(rows, texts, strict=True)])
+        return table(name, columns, rows, total)
+    shown = [(*row, text) for row, text in zip(rows, texts, strict=False)]
+    return table(name, {**columns, "preview": "string"}, shown, total)

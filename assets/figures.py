@@ -17,7 +17,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 10, 34, 30
 
 
 def stacked_bars(
-    title: str, series: Mapping[str, Sequence[float]], *, unit: str, each: str
+    title: str, series: Mapping[str, Sequence[float]], *, unit: str, each: str, total: int | None = None
 ) -> dg.MarkdownMetadataValue:
     """Bars of at most 32 things, their parts stacked.
 
@@ -25,9 +25,10 @@ def stacked_bars(
         series: name of a part -> its value for each thing; equal lengths.
         unit: of the values, on the axis.
         each: what one bar is, under the axis.
+        total: how many things there are, where only the first have values.
     """
-    count = max((len(values) for values in series.values()), default=0)
-    shown = min(count, MAX_BARS)
+    known = max((len(values) for values in series.values()), default=0)
+    shown, count = min(known, MAX_BARS), known if total is None else total
     top = _ceiling(max((sum(v[i] for v in series.values()) for i in range(shown)), default=0))
     inner, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
     step = inner / max(shown, 1)

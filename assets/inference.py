@@ -21,7 +21,7 @@ from dagster_project.resources.runtime import RuntimeResource
 from numem.errors import InputError
 from numem.job.batch import load_batch, make_batch, save_batch
 from numem.job.prompts import read_prompts
-from numem.job.versions import chunks_version, rows_version
+from numem.job.versions import chunks_version
 
 Context = dg.AssetExecutionContext
 Result = dg.MaterializeResult[Any]
@@ -123,22 +123,22 @@ def restored_prefixes(
 
     batch = load_batch(memory.get(), context.partition_key)
     report = stages.restore(memory.get(), model.load(), batch, context.run_id, runtime.tier, runtime.progress)
-    return materialised(context, rows_version(p.digest for p in report.prefixes), events.of_restore(report))
+    return materialised(context, report.version, events.of_restore(report))
 
 
 @inference_asset("torch", restored_prefixes)
 def decoded_continuations(
     context: Context, config: DecodeConfig, memory: MemoryResource, model: ModelResource, runtime: RuntimeResource
 ) -> Result:
-    """Completions of all prompts from restored prefixes, and the proof that restoring changed no bit."""
+    """Completions of all prompts from restored prefixes, and the proof that restoring changed no bit.
+
+    A prompt that an earlier run finished under the same settings is not decoded again unless the run asks for it.
+    """
     from numem.job.run import decode_and_prove
     from numem.job.summary import summarise
 
     batch, run = load_batch(memory.get(), context.partition_key), context.run_id
-    report = decode_and_prove(
-        memory.get(), model.load(), batch, run, max_new_tokens=runtime.max_new_tokens, lanes=runtime.lanes,
-        tier=runtime.tier, ignore_eos=runtime.ignore_eos, proof=runtime.proof, progress=runtime.progress,
-    )  # fmt: skip
+    report = decode_and_prove(memory.get(), model.load(), batch, run, runtime.decoding(), progress=runtime.progress)
     texts = events.beginnings_of_outputs(report.outputs) if config.previews else None
     return materialised(
         context, report.outputs_digest, events.of_outputs(summarise(memory.get(), batch, run), report, texts)

@@ -20,13 +20,15 @@ _SCHEMA_BYTES = 6_000
 Cell = str | int | float | None
 
 
-def table(name: str, columns: Mapping[str, str], rows: Sequence[Sequence[Cell]]) -> dict[str, Any]:
+def table(
+    name: str, columns: Mapping[str, str], rows: Sequence[Sequence[Cell]], total: int | None = None
+) -> dict[str, Any]:
     """A table of at most 20 rows as metadata, beside the statement how many there are.
 
     Args:
         name: key of the metadata entry; the statement stands under `<name>_shown`.
         columns: column name -> Dagster type: "string", "int" or "float".
-        rows: all rows; those beyond the bound are left out.
+        rows: all rows, or the first of `total`; those beyond the bound are left out.
     """
     schema = dg.TableSchema(columns=[dg.TableColumn(column, kind) for column, kind in columns.items()])
     shown = [dict(zip(columns, map(_cell, row), strict=True)) for row in rows[:MAX_ROWS]]
@@ -34,15 +36,16 @@ def table(name: str, columns: Mapping[str, str], rows: Sequence[Sequence[Cell]])
         shown.pop()
     return {
         name: dg.MetadataValue.table(records=[dg.TableRecord(row) for row in shown], schema=schema),
-        f"{name}_shown": f"{len(shown)} of {len(rows)}",
+        f"{name}_shown": f"{len(shown)} of {len(rows) if total is None else total}",
     }
 
 
-def lines(values: Sequence[str]) -> str:
-    """At most 20 sentences as a Markdown list, the rest counted; "none" of no values."""
+def lines(values: Sequence[str], total: int | None = None) -> str:
+    """At most 20 sentences (of `total`) as a Markdown list, the rest counted; "none" of no values."""
     if not values:
         return "none"
-    rest = [f"- and {len(values) - MAX_ROWS} more"] if len(values) > MAX_ROWS else []
+    more = (len(values) if total is None else total) - min(len(values), MAX_ROWS)
+    rest = [f"- and {more} more"] if more else []
     return "\n".join([*(f"- {clip(value)}" for value in values[:MAX_ROWS]), *rest])
 
 

@@ -80,7 +80,10 @@ def demo(
         return
     from dagster_project.runs import Settings
 
-    settings = Settings(max_new_tokens=DEMO_TOKENS, lanes=DEMO_LANES, ignore_eos=True, previews=True)
+    # Again, and from the durable plane: a demonstration goes every step of the way on each of its runs.
+    settings = Settings(
+        max_new_tokens=DEMO_TOKENS, lanes=DEMO_LANES, ignore_eos=True, arrivals="restore", again=True, previews=True
+    )
     where = _deployment(memory, model, dtype, max_position)
     _job(example_prompts(), settings, where, None, as_json)
 
@@ -95,14 +98,34 @@ def run(
     dtype: DtypeOption = None,
     max_position: MaxPositionOption = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=0)] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Keep the k most likely tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens up to this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling; prompt i of the table uses seed + i.")] = 0,
     lanes: LanesOption = 4,
+    cache_mib: Annotated[
+        int,
+        typer.Option("--cache-mib", min=0, help="Memory for the state of ended prompts that is kept for later ones."),
+    ] = 256,
+    again: Annotated[
+        bool,
+        typer.Option("--again", help="Decode every prompt, also those an earlier run finished under these settings."),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run the main job on your own prompts. Rows have `prompt`, or `messages` for the chat template, and maybe `id`."""
-    from dagster_project.runs import Settings
+    """Run the main job on your own prompts. Rows have `prompt`, or `messages` for the chat template, and maybe `id`.
 
-    where = _deployment(memory, model, dtype, max_position)
-    _job(prompts, Settings(max_new_tokens=max_new_tokens, lanes=lanes), where, out, as_json)
+    A run that was interrupted or killed goes on where it was: start it again with the same table, model and settings.
+    """
+    from dagster_project.runs import Settings
+    from numem.runtime.sampling import Sampler
+
+    Sampler(temperature, top_k, top_p, seed)  # refuses what no run could use, before anything is opened
+    settings = Settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, lanes=lanes,
+        cache_mib=cache_mib, again=again,
+    )  # fmt: skip
+    _job(prompts, settings, _deployment(memory, model, dtype, max_position), out, as_json)
 
 
 @app.command()
@@ -153,14 +176,15 @@ def _deployment(memory: str | None, model: str | None, dtype: str | None, max_po
 
 def _job(prompts: Path, settings: "Settings", deployment: "Deployment", out: Path | None, as_json: bool) -> None:
     from dagster_project.runs import continue_prompts
-    from dagster_project.show import progress
+    from dagster_project.show import Watched
 
+    watched = Watched()
     try:
-        with progress(console) as watcher:
+        with watched.shown(console) as watcher:
             done = continue_prompts(deployment, prompts, settings, out=out, progress=watcher)
     except KeyboardInterrupt:
-        cancelled = "cancelled; run it again: what is durable by now is not computed again"
-        console.print(cancelled, highlight=False)
+        cancelled = f"cancelled; {watched.kept()}"
+        console.print(cancelled, highlight=False, soft_wrap=True)
         if as_json:
             say_error(cancelled, "KeyboardInterrupt")
         raise typer.Exit(130) from None

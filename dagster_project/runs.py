@@ -12,7 +12,7 @@ import sqlite3
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +34,31 @@ from numem.job.summary import summarise
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What one run chooses."""
+    """What one run chooses; see `dagster_project.resources.runtime`."""
 
     max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
     lanes: int = 4
     ignore_eos: bool = False
+    arrivals: str = "measured"
+    cache_mib: int = 256
     proof: bool = True
+    again: bool = False
     previews: bool = False
 
     def run_config(self, path: str) -> dict[str, Any]:
         """Config of a run of the job over a table of prompts."""
+        runtime = asdict(self)
+        previews = runtime.pop("previews")
         return {
             "ops": {
-                "prompts": {"config": {"path": path, "previews": self.previews}},
-                "decoded_continuations": {"config": {"previews": self.previews}},
+                "prompts": {"config": {"path": path, "previews": previews}},
+                "decoded_continuations": {"config": {"previews": previews}},
             },
-            "resources": {
-                "runtime": {
-                    "config": {
-                        "lanes": self.lanes,
-                        "max_new_tokens": self.max_new_tokens,
-                        "ignore_eos": self.ignore_eos,
-                        "proof": self.proof,
-                    }
-                }
-            },
+            "resources": {"runtime": {"config": runtime}},
             # Errors are told once, by whoever started the run.
             "loggers": {"console": {"config": {"log_level": "CRITICAL"}}},
         }
@@ -85,7 +85,7 @@ def continue_prompts(
 
     Raises:
         NumemError: whatever a stage raised, unwrapped.
-        KeyboardInterrupt: interrupted; what was staged or published by then is kept.
+        KeyboardInterrupt: interrupted; what was staged or published and the prompts finished by then are kept.
     """
     prompts = read_prompts(path)
     model, memories = deployment.model_resource(), deployment.memory_resource()

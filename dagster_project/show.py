@@ -3,15 +3,24 @@
 Belongs here: Rich. Progress goes to stderr, so that stdout holds the result alone.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from dagster_project.resources.runtime import Progress as Watcher
+from numem.job.record import Progress as Watcher
 from numem.job.reports import Series, Summary
 
 STAGES = {
@@ -23,19 +32,48 @@ STAGES = {
 }
 
 
-@contextmanager
-def progress(console: Console) -> Iterator[Watcher]:
-    """A bar for each stage on a terminal; silent elsewhere."""
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks: dict[str, TaskID] = {}
+class Watched:
+    """A run as it advances: a bar for each stage on a terminal, and what would be kept if it ended now."""
 
-        def watcher(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(STAGES.get(stage, stage), total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+    def __init__(self) -> None:
+        self._decoded: tuple[int, int] | None = None
 
-        yield watcher
+    @contextmanager
+    def shown(self, console: Console) -> Iterator[Watcher]:
+        """Something to tell the run's progress to; silent where the console is no terminal."""
+        columns = (
+            TextColumn("{task.description:<18}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+            tasks: dict[str, tuple[TaskID, float]] = {}
+
+            def watcher(stage: str, done: int, total: int, tokens: int = 0) -> None:
+                if stage == "decode":
+                    self._decoded = (done, total)
+                if stage not in tasks:
+                    # What an earlier run finished is there from the start and says nothing about the speed of this one.
+                    tasks[stage] = (
+                        bars.add_task(STAGES.get(stage, stage), total=total, completed=done, rate=""),
+                        time.monotonic(),
+                    )
+                task, began = tasks[stage]
+                seconds = time.monotonic() - began
+                rate = f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds else ""
+                bars.update(task, completed=done, total=total, rate=rate)
+
+            yield watcher
+
+    def kept(self) -> str:
+        """What another run would not do again."""
+        if self._decoded is None:
+            return "run it again: what is durable by now is not computed again"
+        done, total = self._decoded
+        return f"{done} of {total} prompts are finished and kept: run it again and it goes on with the rest"
 
 
 def summary_table(summary: Summary) -> Table:
@@ -48,6 +86,7 @@ def summary_table(summary: Summary) -> Table:
         "memory": summary.memory,
         "batch": summary.batch,
         "prompts": f"{summary.prompts:,} over {summary.prefixes:,} prefixes",
+        **({"  finished before": f"{summary.resumed:,}"} if summary.resumed else {}),
         "prompt tokens": f"{summary.requested_tokens:,}",
         "  computed": f"{summary.computed_tokens:,}",
         "  found in pages": f"{summary.shared_tokens:,}",

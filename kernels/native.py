@@ -18,7 +18,7 @@ PAGE = 16  # tokens of a page
 PANEL = 32  # weight columns of a panel
 SPLIT = 512  # keys of an attention split, at absolute multiples
 
-_ABI = 3
+_ABI = 4
 _ISAS = ("portable", "avx2", "avx512", "avx512bf16")
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "nm_exp": (None, [_P, _P, _I]),
     "nm_rope_write": (_I, [_P, _I, _P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I]),
     "nm_paged_attention": (_I, [_P]),
-    "nm_move": (_I, [_P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _I, _I]),
+    "nm_move": (_I, [_P, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _I, _I]),
 }
 
 

@@ -4,8 +4,11 @@ A page holds 16 tokens of all heads of one layer. Keys lie key-minor, [kv_heads,
 page are 16 lanes of one vector; values lie [kv_heads, 16, head_dim]. The pools are
 k [layers, pages, kv_heads, head_dim, 16] and v [layers, pages, kv_heads, 16, head_dim].
 
-The payload of n tokens is [2, layers, n, kv_heads * head_dim], keys before values: the canonical chunk of the store.
+The payload of n tokens is [2, layers, n, kv_heads * head_dim], keys before values: the canonical chunk of the store. A
+payload of some layers only has them in the order in which they are named.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +29,9 @@ def new_pools(layers: int, pages: int, kv_heads: int, head_dim: int, dtype: torc
     )
 
 
-def scatter_rows(payload: Tensor, k: Tensor, v: Tensor, pages: Tensor, start: int) -> None:
+def scatter_rows(
+    payload: Tensor, k: Tensor, v: Tensor, pages: Tensor, start: int, *, layers: Sequence[int] | None = None
+) -> None:
     """Write the payload's token rows to positions start .. start + n of a route.
 
     Args:
@@ -34,31 +39,54 @@ def scatter_rows(payload: Tensor, k: Tensor, v: Tensor, pages: Tensor, start: in
         k, v: the pools.
         pages: int32 vector, the route's physical pages in logical order (from position 0).
         start: first position, >= 0.
+        layers: the pools' layers that the payload has, in its order; default: all.
 
     Other rows of the touched pages keep their bytes. Nothing is written when an argument is refused.
     """
-    _run("scatter_rows", payload, k, v, pages, start, gather=False)
+    _run("scatter_rows", payload, k, v, pages, start, layers, gather=False)
 
 
-def gather_rows(k: Tensor, v: Tensor, pages: Tensor, start: int, n: int, out: Tensor | None = None) -> Tensor:
+def gather_rows(
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    start: int,
+    n: int,
+    out: Tensor | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+) -> Tensor:
     """The inverse of `scatter_rows`: positions start .. start + n of a route as a payload, bit for bit."""
-    layers, _, kv_heads, head_dim, _ = k.shape
-    shape = (2, layers, n, kv_heads * head_dim)
+    pool_layers, _, kv_heads, head_dim, _ = k.shape
+    shape = (2, pool_layers if layers is None else len(layers), n, kv_heads * head_dim)
     if out is None:
         out = torch.empty(shape, dtype=k.dtype)
     elif out.shape != shape:
         raise InputError(f"gather_rows: output {tuple(out.shape)} must be {shape}")
-    _run("gather_rows", out, k, v, pages, start, gather=True)
+    _run("gather_rows", out, k, v, pages, start, layers, gather=True)
     return out
 
 
-def _run(what: str, payload: Tensor, k: Tensor, v: Tensor, pages: Tensor, start: int, *, gather: bool) -> None:
-    layers, pool_pages, kv_heads, head_dim, _ = k.shape
+def _run(
+    what: str,
+    payload: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    start: int,
+    some: Sequence[int] | None,
+    *,
+    gather: bool,
+) -> None:
+    pool_layers, pool_pages, kv_heads, head_dim, _ = k.shape
+    layers = pool_layers if some is None else len(some)
     width = kv_heads * head_dim
-    if k.shape[4] != PAGE or v.shape != (layers, pool_pages, kv_heads, PAGE, head_dim) or v.dtype is not k.dtype:
+    if k.shape[4] != PAGE or v.shape != (pool_layers, pool_pages, kv_heads, PAGE, head_dim) or v.dtype is not k.dtype:
         raise InputError(f"{what}: pools {tuple(k.shape)} and {tuple(v.shape)} do not belong together")
     if k.element_size() not in (2, 4) or not k.is_contiguous() or not v.is_contiguous() or not (k.is_cpu and v.is_cpu):
         raise InputError(f"{what}: pools must be contiguous tensors of 2- or 4-byte elements on the CPU")
+    if some is not None and (len(set(some)) != layers or not layers or min(some) < 0 or max(some) >= pool_layers):
+        raise InputError(f"{what}: layers {list(some)} must be distinct and lie in [0, {pool_layers})")
     if (
         payload.ndim != 4
         or payload.shape[:2] != (2, layers)
@@ -81,14 +109,16 @@ def _run(what: str, payload: Tensor, k: Tensor, v: Tensor, pages: Tensor, start:
         bad = ((used < 0) | (used >= pool_pages)).nonzero()
         if len(bad):
             raise _bad_page(what, pages, start // PAGE + int(bad[0]), pool_pages)
-        reference(payload, k, v, pages, start, gather=gather)
+        reference(payload, k, v, pages, start, some, gather=gather)
         return
+    which = None if some is None else torch.tensor(some, dtype=torch.int64)
     code = _move(
         payload.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
         pages.data_ptr(),
         len(pages),
+        None if which is None else which.data_ptr(),
         layers,
         pool_pages,
         kv_heads,
@@ -106,16 +136,19 @@ def _bad_page(what: str, pages: Tensor, at: int, pool_pages: int) -> InputError:
     return InputError(f"{what}: page {int(pages[at])} at index {at} of the route is outside the pool of {pool_pages}")
 
 
-def reference(payload: Tensor, k: Tensor, v: Tensor, pages: Tensor, start: int, *, gather: bool) -> None:
+def reference(
+    payload: Tensor, k: Tensor, v: Tensor, pages: Tensor, start: int, some: Sequence[int] | None, *, gather: bool
+) -> None:
     """The torch form of both moves."""
-    layers, _, kv_heads, head_dim, _ = k.shape
+    pool_layers, _, kv_heads, head_dim, _ = k.shape
     n = payload.shape[2]
     positions = torch.arange(start, start + n)
     page, token = pages[positions // PAGE].long(), positions % PAGE
-    heads = payload.view(2, layers, n, kv_heads, head_dim)
-    if gather:
-        heads[0] = k[:, page, :, :, token].transpose(0, 1)
-        heads[1] = v[:, page, :, token].transpose(0, 1)
-    else:
-        k[:, page, :, :, token] = heads[0].transpose(0, 1)
-        v[:, page, :, token] = heads[1].transpose(0, 1)
+    heads = payload.view(2, payload.shape[1], n, kv_heads, head_dim)
+    for i, layer in enumerate(range(pool_layers) if some is None else some):
+        if gather:
+            heads[0, i] = k[layer, page, :, :, token]
+            heads[1, i] = v[layer, page, :, token]
+        else:
+            k[layer, page, :, :, token] = heads[0, i]
+            v[layer, page, :, token] = heads[1, i]

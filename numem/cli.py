@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from numem.commands import bench, care, doctor, forget, generate, lineage, models, residency
+from numem.commands import bench, care, doctor, forget, generate, lineage, models, replay, residency, why
 from numem.terminal import Commands
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 STATES: tuple[Callable[..., None], ...] = (generate.generate, lineage.log, lineage.show, lineage.fork)
+DECISIONS: tuple[Callable[..., None], ...] = (why.why, replay.replay)
 CARE: tuple[Callable[..., None], ...] = (
     care.verify,
     care.scrub,
@@ -43,6 +44,7 @@ for commands, panel in (
     (STATES, None),
     (CARE, "Keeping a memory whole and small"),
     (RESIDENCY, "Copies and where they are"),
+    (DECISIONS, "Why it did what it did"),
 ):
     for command in commands:
         app.command(rich_help_panel=panel)(command)

@@ -25,7 +25,7 @@ NumemError
 │   ├── ReadOnlyError          a write to a memory that is only read, or to a directory without write access
 │   └── ClosedError            used after close, or in a forked child
 └── CapacityError              not enough pages, lanes or staging bytes
-    ├── RejectedError          a publication that was refused or dropped; `.code` says at which limit
+    ├── RejectedError          a publication or request that was refused or dropped; `.code` says at which limit
     │   └── QuotaError         a scope that would go over its quota
     └── LeaseError             a lease released twice or used after release
 
@@ -70,7 +70,15 @@ class CheckpointError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture or a setting is recognised, but not run by this engine."""
+    """The architecture or a setting is recognised, but not run by this engine.
+
+    Attributes:
+        code: "model-type", "architecture", "layer-type" or "setting".
+    """
+
+    def __init__(self, message: str, code: str = "setting") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class IncompatibleError(NumemError):
@@ -154,10 +162,10 @@ class CapacityError(NumemError):
 
 
 class RejectedError(CapacityError):
-    """A publication was refused or dropped at a limit; nothing of it is stored.
+    """A publication or request was refused or dropped at a limit; nothing of it is stored.
 
     Attributes:
-        code: "staging-bytes", "capture-queue", "publication-queue" or "quota".
+        code: "staging-bytes", "capture-queue", "publication-queue", "quota" or "submission-queue".
     """
 
     def __init__(self, message: str, code: str) -> None:

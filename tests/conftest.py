@@ -13,8 +13,10 @@ __all__ = ["faulty", "memory", "proxy", "s3", "s3_server", "tiny_dir", "tiny_lm"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--crash-count`: how many processes the random crash test kills."""
+    """How long the random tests go on."""
     parser.addoption("--crash-count", type=int, default=20, help="processes that the random crash test kills")
+    parser.addoption("--stress-operations", type=int, default=500, help="operations of a stress test of the runtime")
+    parser.addoption("--stress-seed", type=int, default=0, help="seed of a stress test of the runtime")
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from tests.model_fixtures import tiny_gguf, tiny_model
 ROOT = Path(__file__).parent.parent
 WITH_MEMORY = (
     *("generate", "log", "show", "fork", "verify", "scrub", "maintain", "archive", "forget"),
+    *("why", "replay"),
     *("tiers", "pin", "unpin", "pins", "demand", "cancel", "demands", "reconcile", "evict"),
 )
 COMMANDS = (*WITH_MEMORY, "doctor", "models", "bench")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 FIELDS = {
     "batch", "model", "memory", "prompts", "requested_tokens", "computed_tokens", "shared_tokens", "restored_tokens",
     "prefixes", "chunks_stored", "chunks_reused", "stored_bytes", "restored_bytes", "ttft_ms", "decode_tokens",
-    "decode_tokens_per_s", "outputs", "exact", "proof", "stages_ms", "warnings", "run_id", "instance",
+    "decode_tokens_per_s", "outputs", "resumed", "preemptions", "exact", "proof", "stages_ms", "warnings", "run_id", "instance",
 }  # fmt: skip
 
 
@@ -228,6 +228,41 @@ def test_interrupt_ends_with_one_line(
     assert result.stdout == ""
     assert json.loads(run(*arguments, "--json").stdout)["type"] == "KeyboardInterrupt"
     assert "Traceback" not in result.output
+
+
+def test_an_interrupted_run_says_what_it_keeps_and_goes_on(
+    tmp_path: Path, memory: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from numem.job.journal import Entry, Journal
+
+    append, appended = Journal.append, 0
+
+    def interrupted(self: Journal, entry: Entry) -> None:
+        nonlocal appended
+        append(self, entry)
+        appended += 1
+        if appended == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    prompts = table(tmp_path / "t.jsonl", seed=11, length=100)
+    options = ("--memory", memory, "--model", model, "--max-new-tokens", 4, "--temperature", 0.8, "--seed", 3, "--json")
+    arguments = ("run", prompts, "--out", tmp_path / "o", *options)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", interrupted)
+        result = run(*arguments)
+    assert result.exit_code == 130
+    assert "of 6 prompts are finished and kept: run it again and it goes on with the rest" in result.stderr
+    resumed = json.loads(run(*arguments).stdout)
+    assert resumed["resumed"] >= 3 and resumed["exact"] is True
+    finished = run("run", prompts, "--out", tmp_path / "p", *options[:-1])
+    assert "finished before" in finished.stdout
+    again = json.loads(run(*arguments, "--again").stdout)
+    assert (again["resumed"], again["decode_tokens"] > 0) == (0, True)
+    assert (tmp_path / "o/completions.jsonl").read_bytes() == (tmp_path / "p/completions.jsonl").read_bytes()
+    other = json.loads(run(*arguments[:-1], "--max-new-tokens", 3, "--json").stdout)
+    assert other["resumed"] == 0
+    for wrong in (("--top-p", 0), ("--temperature", "nan"), ("--top-k", -1)):
+        assert run(*arguments, *wrong).exit_code in (1, 2)
 
 
 def test_ui_refuses_a_taken_port(memory: Path) -> None:

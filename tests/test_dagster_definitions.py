@@ -86,7 +86,7 @@ def test_resources_are_flat() -> None:
     """dagster#19277, #14112: a resource nested in another is torn down while the outer one still uses it."""
     for resource in (defs.resources or {}).values():
         for field in type(resource).model_fields.values():
-            assert field.annotation in (str, int, bool)
+            assert field.annotation in (str, int, float, bool)
 
 
 def test_importing_the_code_location_is_light() -> None:

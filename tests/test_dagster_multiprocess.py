@@ -18,7 +18,7 @@ from numem.job.summary import summarise
 from tests.dagster_fixtures import deployment, materialisation, metadata, model_directory, table
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = Settings(max_new_tokens=4, lanes=2, ignore_eos=True)
+SETTINGS = Settings(max_new_tokens=4, lanes=2, ignore_eos=True, arrivals="restore")
 
 
 def execute(instance: dg.DagsterInstance, batch: Batch, prompts: Path, environment: dict[str, str]) -> None:

@@ -29,7 +29,7 @@ from numem.job.summary import summarise
 from numem.store.memory import Memory
 from tests.dagster_fixtures import MARKER, deployment, materialisation, metadata, model_directory, table
 
-QUICK = Settings(max_new_tokens=4, lanes=2, ignore_eos=True)
+QUICK = Settings(max_new_tokens=4, lanes=2, ignore_eos=True, arrivals="restore", again=True)
 ASSETS = (
     "prompts",
     "prefill",

@@ -139,7 +139,13 @@ def test_run_launched_from_the_ui_restores_instead_of_recomputing(server: Server
                 "repositoryLocationName": repository["location"]["name"],
                 "jobName": "continue_prompts",
             },
-            "runConfigData": {"resources": {"runtime": {"config": {"max_new_tokens": 4, "ignore_eos": True}}}},
+            "runConfigData": {
+                "resources": {
+                    "runtime": {
+                        "config": {"max_new_tokens": 4, "ignore_eos": True, "arrivals": "restore", "again": True}
+                    }
+                }
+            },
             "executionMetadata": {"tags": [{"key": "dagster/partition", "value": server.first.summary.batch}]},
         },
     )["launchRun"]

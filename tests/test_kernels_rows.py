@@ -278,6 +278,27 @@ def test_scatter_then_gather_returns_the_bytes_and_touches_nothing_else(
 
 
 @pytest.mark.parametrize("path", [*ISAS[:1], "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("some", [[2], [0, 3], [3, 1], [0, 1, 2, 3]])
+def test_moves_of_some_layers_touch_no_other(path: str, dtype: torch.dtype, some: list[int]) -> None:
+    native.use(path)
+    pool, kv, dim, start, n = 8, 2, 32, 11, 50
+    g = torch.Generator().manual_seed(len(some))
+    route = torch.randperm(pool, generator=g)[:4].int()
+    k, v = new_pools(4, pool, kv, dim, dtype)
+    whole = torch.randn((2, 4, n, kv * dim), generator=g).to(dtype)
+    scatter_rows(whole[:, some].contiguous(), k, v, route, start, layers=some)
+    others = [layer for layer in range(4) if layer not in some]
+    assert not bool(k[others].any()) and not bool(v[others].any())
+    assert bits(gather_rows(k, v, route, start, n, layers=some)) == bits(whole[:, some].contiguous())
+    scatter_rows(whole, k, v, route, start)
+    assert bits(gather_rows(k, v, route, start, n, layers=some)) == bits(whole[:, some].contiguous())
+    for bad in ([], [4], [-1], [1, 1]):
+        with pytest.raises(InputError, match="distinct"):
+            gather_rows(k, v, route, start, n, layers=bad)
+
+
+@pytest.mark.parametrize("path", [*ISAS[:1], "torch"])
 def test_moves_refuse_wrong_routes_before_writing(path: str) -> None:
     native.use(path)
     k, v = new_pools(1, 4, 1, 16, torch.float32)

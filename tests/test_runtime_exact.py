@@ -7,9 +7,9 @@ from numem import LM, Memory
 from numem.identity.chain import plan
 from numem.runtime.continuation import Continuation
 from numem.runtime.engine import pages_for_lanes
-from numem.runtime.lanes import Lanes
 from numem.runtime.prefix import lookup
 from numem.runtime.request import Request
+from numem.runtime.scheduler import Scheduler
 
 LENGTHS = (1, 2, 15, 16, 17, 255, 256, 257, 511, 512, 513, 2049)
 STEPS = 8
@@ -122,7 +122,7 @@ def test_a_lane_is_as_if_alone(tiny_lm: LM, lanes: int) -> None:
     """Batch of one = lane k of N for every k, also for late joiners (imp#1314, omlx#3476, vllm#51226)."""
     requests = [Request(str(i), tuple(prompt(3 + 29 * i, seed=i)), 4 + 3 * i, witness=True) for i in range(8)]
     session = tiny_lm.session(pages=pages_for_lanes(lanes, 280), debug=True)
-    outcomes = {o.request.id: o for o in Lanes(session, lanes).run(requests)}
+    outcomes = {o.request.id: o for o in Scheduler(session, lanes).run(requests)}
     assert len(outcomes) == 8
     for request in requests:
         with session.start(request.tokens) as alone:
@@ -139,7 +139,7 @@ def test_lanes_share_running_prefixes(tiny_lm: LM) -> None:
     common = prompt(100)
     requests = [Request(str(i), (*common, *prompt(10, seed=i)), 6, witness=True) for i in range(6)]
     session = tiny_lm.session(pages=pages_for_lanes(6, 130), debug=True)
-    outcomes = list(Lanes(session, 6).run(requests))
+    outcomes = list(Scheduler(session, 6).run(requests))
     assert all(o.computed + o.shared + o.restored == len(o.request.tokens) for o in outcomes)
     assert sum(o.shared >= 100 for o in outcomes) == 5
     for outcome in outcomes:
@@ -211,7 +211,7 @@ def test_first_hole_ends_the_match(tiny_lm: LM, memory: Memory) -> None:
 
         found = capture(memory, session.engine, tiny_lm.identity, ids, c.route)
     for index in (0, 1, 3):
-        memory.publish(found.nodes[index], [found.payloads[index]]).published.result()
+        memory.publish(found.nodes[index], found.payloads[index]).published.result()
     with lookup(memory, tiny_lm.identity.scope, ids) as match:
         assert (match.tokens, match.reason) == (512, "miss")
         assert [hit.node.id for hit in match.hits] == [chunk.id for chunk in chunks[:2]]
@@ -251,7 +251,7 @@ def test_resident_rows_are_never_overwritten(tiny_lm: LM, memory: Memory) -> Non
     with session.start(ids) as c:
         c.publish(memory).wait()
     tokens = (*ids[:280], *ids[280:300], *prompt(20, seed=3))
-    runner = Lanes(session, 2, memory=memory)
+    runner = Scheduler(session, 2, memory=memory)
     first = Request("a", tuple(ids[:270]), 30, witness=True)
     second = Request("b", tokens, 5, witness=True)
     outcomes = {o.request.id: o for o in runner.run([first, second])}
@@ -273,7 +273,7 @@ def test_context_ends_at_max_position(tiny_lm: LM, length: int) -> None:
         c.advance(64 - c.processed)
         with pytest.raises(ContextLengthError, match="max_position 64"):
             c.step()
-    (outcome,) = Lanes(session, 1).run([Request("x", tuple(prompt(length)), 10)])
+    (outcome,) = Scheduler(session, 1).run([Request("x", tuple(prompt(length)), 10)])
     assert len(outcome.generated) == 64 - length + 1 and outcome.finish == "capacity"
     with pytest.raises(ContextLengthError):
         session.start(prompt(65))
@@ -363,7 +363,7 @@ def test_waiting_tells_of_other_bytes_under_the_same_id(tiny_lm: LM, memory: Mem
         found = capture(Forgetful(), session.engine, tiny_lm.identity, second.tokens, second.route)  # type: ignore[arg-type]
         from numem.runtime.continuation import Published
 
-        ticket = memory.publish(found.nodes[0], [found.payloads[0]])
+        ticket = memory.publish(found.nodes[0], found.payloads[0])
         with pytest.raises(IntegrityError, match="other bytes"):
             Published((ticket,), ()).wait()
         assert memory.nodes()[0].pieces[0] == content and len(memory.events) == 1
@@ -391,8 +391,9 @@ def test_a_hit_compares_tokens_as_well_as_ids(tiny_lm: LM, memory: Memory) -> No
     class Colliding:
         """A memory whose index answers every parent with one node."""
 
-        available = staticmethod(lambda _id, _tier=None: True)
+        available = staticmethod(lambda _id, _tier=None, _pieces=None: True)
         hold = staticmethod(memory.hold)
+        looked = staticmethod(memory.looked)
 
         def __init__(self, answer: object) -> None:
             self.answer = answer

@@ -207,7 +207,8 @@ def test_a_manifest_and_its_data_are_both_gone(template: Path, tmp_path: Path) -
     mended = repair(home)
     assert mended.after.ok and len(mended.lost) == 1 and newest.name in mended.lost[0]
     with Memory(home) as memory:
-        assert [record.body["n"] for record in memory.records("note")] == [0, 1]
+        assert [record.body["n"] for record in memory.records("note")] == [0, 1, 2]
+        assert memory.records("decision/promote") == ()
     _assert_mended(home)
 
 

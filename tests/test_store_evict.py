@@ -7,6 +7,7 @@ import pytest
 
 from numem import policy
 from numem.errors import CapacityError
+from numem.lineage.decisions import DecisionLog
 from numem.store.config import TierSpec
 from numem.store.memory import Memory
 from tests.evict_fixtures import SIZE, open_small, read_ssd, resident, singles
@@ -68,17 +69,26 @@ def test_a_promotion_makes_its_own_room(tmp_path: Path) -> None:
         assert memory.promote([nodes[4].id, nodes[5].id]).promoted == 2
         assert resident(memory, nodes) == [0, 3, 4, 5]
         assert memory.usage()["ssd"] == 4 * SIZE
-        (record,) = memory.records("eviction")
-        assert record.subject == nodes[1].id
-        assert record.body == {
+        (decided,) = DecisionLog(memory).all("evict")
+        decision = decided.decision
+        assert (decision.subject, decision.others, decision.policy) == (nodes[1].id, (nodes[2].id,), "lru")
+        assert decision.inputs == {
             "tier": "ssd",
             "node": "local",
-            "policy": "lru",
             "reason": f"{2 * SIZE} bytes are promoted",
+            "need": 2 * SIZE,
             "bytes": 2 * SIZE,
             "pieces": 2,
-            "nodes": [nodes[1].id.hex(), nodes[2].id.hex()],
+            "nodes": 2,
+            "stray_bytes": 0,
+            "resident": 4,
+            "used": 4 * SIZE,
+            "capacity": 4 * SIZE,
         }
+        # What left, in order, then what could have: nodes were placed 0 1 2 3, then 0 was read.
+        assert [(a.name, a.terms["uses"], a.terms["idle"]) for a in decision.alternatives] == [
+            (f"evict:{nodes[n].id.hex()}", uses, idle) for n, uses, idle in ((1, 1, 3), (2, 1, 2), (3, 1, 1), (0, 2, 0))
+        ]
         assert memory.stats()["evictions"] == 1
         assert memory.stats()["bytes_evicted"] == 2 * SIZE
         assert_readable(memory, put_in)
@@ -132,11 +142,11 @@ def test_pins_keep_a_node_and_what_leads_to_it(tmp_path: Path) -> None:
         put(memory, chain + other)
         memory.promote([node.id for node in nodes])
         memory.residency.pin([nodes[1].id], tier="ssd", owner="t")
-        before = memory.records("eviction")
+        before = memory.records("decision/evict")
         with pytest.raises(CapacityError, match=rf"{3 * SIZE} bytes must leave.* of {4 * SIZE} only {2 * SIZE} may"):
             memory.residency.evict("ssd", 3 * SIZE)
         assert resident(memory, nodes) == [0, 1, 2, 3]
-        assert memory.records("eviction") == before
+        assert memory.records("decision/evict") == before
         assert memory.residency.evict("ssd", 2 * SIZE).nodes == (nodes[3].id, nodes[2].id)
         assert memory.residency.unpin([nodes[1].id], tier="ssd", owner="t") == 1
         assert memory.residency.evict("ssd", 2 * SIZE).nodes == (nodes[1].id, nodes[0].id)
@@ -155,7 +165,7 @@ def test_a_promotion_that_cannot_fit_changes_nothing(tmp_path: Path) -> None:
             with pytest.raises(CapacityError, match="only 0 may"):
                 memory.promote([nodes[2].id])
             assert resident(memory, nodes) == [0, 1]
-            assert memory.records("eviction") == ()
+            assert memory.records("decision/evict") == ()
         memory.promote([nodes[2].id])
         assert resident(memory, nodes) == [1, 2]
 

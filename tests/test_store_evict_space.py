@@ -61,7 +61,7 @@ def test_the_disk_is_asked_for_room_as_well(tmp_path: Path, monkeypatch: pytest.
         free.append((1 << 20) + 1)  # one byte beyond the slack
         assert memory.promote([nodes[2].id]).promoted == 1
         assert resident(memory, nodes) == [1, 2]
-        assert memory.records("eviction")[0].body["reason"] == "the disk is full"
+        assert memory.records("decision/evict")[0].body["inputs"]["reason"] == "the disk is full"
 
 
 def test_a_full_disk_degrades_a_promotion_and_no_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ def test_selective_a_second_read_promotes(tmp_path: Path) -> None:
         memory.residency.settle()
         assert [memory.available(node.id, "ssd") for node in nodes] == [False, True, False]
         assert memory.stats()["selective_promoted"] == 1
+        assert memory.stats()["selective_refused"] == 3  # the first read of each piece
         read_back(memory, nodes[1], [SIZE])
         read_back(memory, nodes[1], [SIZE])
         memory.residency.settle()

@@ -112,10 +112,10 @@ EXPORT int64_t nm_paged_attention(const nm_attention *a) {
 }
 
 EXPORT int64_t nm_move(void *payload, void *k_pool, void *v_pool, const int32_t *route, int64_t route_pages,
-                       int64_t layers, int64_t pool_pages, int64_t kv_heads, int64_t head_dim, int64_t start,
-                       int64_t n, int64_t element, int64_t gather) {
-    return nm_move_rows(payload, k_pool, v_pool, route, route_pages, layers, pool_pages, kv_heads, head_dim, start, n,
-                        element, gather);
+                       const int64_t *which, int64_t layers, int64_t pool_pages, int64_t kv_heads, int64_t head_dim,
+                       int64_t start, int64_t n, int64_t element, int64_t gather) {
+    return nm_move_rows(payload, k_pool, v_pool, route, route_pages, which, layers, pool_pages, kv_heads, head_dim,
+                        start, n, element, gather);
 }
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, NULL, NULL, NULL, NULL, NULL};

@@ -74,9 +74,10 @@ int64_t nm_unpack_rows(const nm_matrix *w, const int64_t *ids, float *out, int64
 
 typedef struct {
     char *payload; /* [2, layers, n, kv_heads * head_dim] */
-    char *k_pool;  /* [layers, pages, kv_heads, head_dim, 16] */
-    char *v_pool;  /* [layers, pages, kv_heads, 16, head_dim] */
+    char *k_pool;  /* [pool layers, pages, kv_heads, head_dim, 16] */
+    char *v_pool;  /* [pool layers, pages, kv_heads, 16, head_dim] */
     const int32_t *route;
+    const int64_t *which; /* pool layers of the payload's layers, or NULL: all in order */
     int64_t layers, pool_pages, kv_heads, head_dim, start, n, first_page, pages, gather;
 } move_args;
 
@@ -106,7 +107,8 @@ static void move_values(const move_args *a, int64_t at, int64_t line, int64_t lo
 
 static void move_page(const move_args *a, int64_t item, int64_t element) {
     const int64_t logical = a->first_page + item % a->pages, slab = item / a->pages;
-    const int64_t width = a->kv_heads * a->head_dim, layer = slab % a->layers;
+    const int64_t width = a->kv_heads * a->head_dim;
+    const int64_t layer = a->which ? a->which[slab % a->layers] : slab % a->layers;
     const int64_t lo = max64(a->start - logical * NM_PAGE, 0);
     const int64_t hi = min64(a->start + a->n - logical * NM_PAGE, NM_PAGE);
     const int64_t at = (layer * a->pool_pages + a->route[logical]) * width * NM_PAGE;
@@ -120,15 +122,15 @@ static void move_page4(const void *context, int64_t item) { move_page(context, i
 static void move_page2(const void *context, int64_t item) { move_page(context, item, 2); }
 
 int64_t nm_move_rows(void *payload, void *k_pool, void *v_pool, const int32_t *route, int64_t route_pages,
-                     int64_t layers, int64_t pool_pages, int64_t kv_heads, int64_t head_dim, int64_t start, int64_t n,
-                     int64_t element, int64_t gather) {
+                     const int64_t *which, int64_t layers, int64_t pool_pages, int64_t kv_heads, int64_t head_dim,
+                     int64_t start, int64_t n, int64_t element, int64_t gather) {
     if (n <= 0) return 0;
     const int64_t first = start / NM_PAGE, last = (start + n - 1) / NM_PAGE;
     if (start < 0 || last >= route_pages) return -1;
     for (int64_t p = first; p <= last; p++)
         if (route[p] < 0 || route[p] >= pool_pages) return p + 1;
-    const move_args a = {payload, k_pool,   v_pool,   route, layers, pool_pages,       kv_heads,
-                         head_dim, start,   n,        first, last - first + 1, gather};
+    const move_args a = {payload,  k_pool, v_pool, route, which,            layers, pool_pages, kv_heads,
+                         head_dim, start,  n,      first, last - first + 1, gather};
     const int64_t items = 2 * layers * a.pages, work = items * kv_heads * head_dim * NM_PAGE;
     nm_for(items, work < 65536 ? 1 : nm_threads(), element == 4 ? move_page4 : move_page2, &a);
     return 0;

@@ -9,10 +9,11 @@ void nm_pack_panels(const void *weight, void *panels, int64_t n, int64_t k, int6
 /* Rows `ids` of a packed matrix as float32 [count, k]; returns 1 + the index of a bad id, or 0. */
 int64_t nm_unpack_rows(const nm_matrix *w, const int64_t *ids, float *out, int64_t count);
 
-/* Token rows start .. start + n of a route between a payload and the page pools, all layers. Returns 0; 1 + the route
- * index of a page outside the pool; -1: the route is too short. Nothing is written unless 0 is returned. */
+/* Token rows start .. start + n of a route between a payload of `layers` layers and the page pools. `which` names the
+ * pools' layers (NULL: the first `layers`). Returns 0; 1 + the route index of a page outside the pool; -1: the route is
+ * too short. Nothing is written unless 0 is returned. */
 int64_t nm_move_rows(void *payload, void *k_pool, void *v_pool, const int32_t *route, int64_t route_pages,
-                     int64_t layers, int64_t pool_pages, int64_t kv_heads, int64_t head_dim, int64_t start, int64_t n,
-                     int64_t element, int64_t gather);
+                     const int64_t *which, int64_t layers, int64_t pool_pages, int64_t kv_heads, int64_t head_dim,
+                     int64_t start, int64_t n, int64_t element, int64_t gather);
 
 #endif

@@ -8,7 +8,7 @@ from typing import Any
 
 from numem.errors import InputError
 
-NAMES = ("core", "paged", "store", "trace")
+NAMES = ("core", "paged", "store", "trace", "runtime")
 
 
 def run(name: str) -> dict[str, Any]:
@@ -33,4 +33,8 @@ def run(name: str) -> dict[str, Any]:
         from numem.bench.traces import traces
 
         return traces()
+    if name == "runtime":
+        from numem.bench.runtime import runtime
+
+        return runtime()
     raise InputError(f"bench {name!r}: unknown; known: {', '.join(NAMES)}")

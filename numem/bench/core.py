@@ -194,7 +194,7 @@ def looking_up(repetitions: int = 50) -> dict[str, Any]:
     with temporary_memory() as memory:
         for chunk in plan(scope, ids, LOOKUP):
             payload = np.full(chunk.count * spec.row_bytes, chunk.index, dtype=np.uint8)
-            memory.publish(chunk_node(chunk, scope, spec, content_id(payload), {}), [payload])
+            memory.publish(chunk_node(chunk, scope, spec, [content_id(payload)], {}), [payload])
         memory.flush()
         found = []
 

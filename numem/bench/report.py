@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from numem.bench.report_runtime import runtime_section
 from numem.bench.report_store import store_section, table, trace_section
 
 HEADER = """# Benchmarks
@@ -26,6 +27,8 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
         parts.append(store_section(results["store"]))
     if "trace" in results:
         parts.append(trace_section(results["trace"]))
+    if "runtime" in results:
+        parts.append(runtime_section(results["runtime"]))
     return "\n".join(parts)
 
 

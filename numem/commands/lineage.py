@@ -108,7 +108,7 @@ def show(
         }
         title = line(node, parent, heads)
     identity = result["identity"] or {}
-    flat = [(key, json.dumps(value, ensure_ascii=False)) for key, value in _flat(identity)]
+    leaves = [(key, json.dumps(value, ensure_ascii=False)) for key, value in flat(identity)]
     fields = [
         (f.id, f.value.dtype, f.value.shape, f.chunk_shape, len(f.chunks), sum(c.logical_byte_length for c in f.chunks))
         for f in manifest.fields
@@ -125,7 +125,7 @@ def show(
         as_json,
         f"{title}\nid     {node.id.hex()}\nparent {'the scope' if node.is_root else node.parent.hex()}",
         table(("field", "dtype", "shape", "chunk", "chunks", "bytes"), fields, "manifest"),
-        table(("identity", "value"), [("scope", node.scope.hex()), *flat], "identity"),
+        table(("identity", "value"), [("scope", node.scope.hex()), *leaves], "identity"),
         table(("piece", "tier", "node", "volume", "offset", "bytes"), where[:ROWS], "copies"),
         *more,
         *([f"no copy of {', '.join(lost)}; recompute or restore a replica"] if lost else []),
@@ -133,10 +133,11 @@ def show(
     )
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of every leaf of a tree."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -1,10 +1,11 @@
 """The stages of the main job that need no model, and so load no torch: publication and promotion."""
 
+import itertools
 import time
 
 from numem.job.batch import Batch
 from numem.job.record import record
-from numem.job.reports import PromotedReport, PublishedReport
+from numem.job.reports import SHOWN, PromotedReport, PublishedReport
 from numem.store.memory import Memory
 
 
@@ -31,7 +32,8 @@ def promote(memory: Memory, batch: Batch, run: str, tier: str = "ssd") -> Promot
     wanted = [i for i in batch.chunk_ids() if memory.available(i)]
     done = memory.promote(wanted, tier)
     report = PromotedReport(
-        tier, done.promoted, done.satisfied, done.bytes, dict(done.failed), (time.perf_counter() - began) * 1e3
-    )
+        tier, done.promoted, done.satisfied, done.bytes, dict(itertools.islice(done.failed.items(), SHOWN)),
+        (time.perf_counter() - began) * 1e3, failures=len(done.failed),
+    )  # fmt: skip
     record(memory, batch, run, "promote", report)
     return report

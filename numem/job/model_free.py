@@ -97,7 +97,7 @@ def _publish(memory: Memory, subject: Identity, tokens: list[int], metrics: Coun
 
 def node_of(chunk: Chunk, scope: bytes, payload: np.ndarray) -> Node:
     """The node of a chunk whose payload is `payload`."""
-    return chunk_node(chunk, scope, SPEC, content_id(payload), {"numpy": np.__version__})
+    return chunk_node(chunk, scope, SPEC, [content_id(payload)], {"numpy": np.__version__})
 
 
 def _count(match: Match, requested: int, metrics: Counter[str]) -> None:

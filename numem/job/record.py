@@ -1,18 +1,23 @@
 """What stages did, as facts of their batch: written under the id of the run, found again by any later process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from numem.job.batch import Batch
 
 if TYPE_CHECKING:
     from numem.store.memory import Memory
 
-Progress = Callable[[str, int, int], None]
+
+class Progress(Protocol):
+    """Somebody who watches a run."""
+
+    def __call__(self, stage: str, done: int, total: int, tokens: int = 0) -> None:
+        """A stage has come so far; `tokens` counts those decoded by now."""
 
 
-def silent(stage: str, done: int, total: int) -> None:
+def silent(stage: str, done: int, total: int, tokens: int = 0) -> None:
     """Progress of nobody watching."""
 
 

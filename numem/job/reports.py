@@ -1,9 +1,14 @@
-"""What each stage of the job did: frozen values, kept as facts of the batch and shown by whoever ran it."""
+"""What each stage of the job did: frozen values, kept as facts of the batch and shown by whoever ran it.
+
+None grows with the table: of what there is one for each prefix or prompt, a report has totals and the first `SHOWN`.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+SHOWN = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +26,24 @@ class PrefixWork:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReport:
-    """Prefill stage: chunks are counted once each."""
+    """Prefill stage: chunks are counted once each.
+
+    Attributes:
+        prefixes: the first `SHOWN` of `count`.
+        charged: (index of a prefix, rows, ms) of every prefix of which rows were computed.
+        computed, shared, restored: rows of all prefixes.
+    """
 
     prefixes: tuple[PrefixWork, ...]
     staged_chunks: int
     staged_bytes: int
     reused_chunks: int
     ms: float
-
-    @property
-    def computed(self) -> int:
-        return sum(work.computed for work in self.prefixes)
+    count: int = 0
+    computed: int = 0
+    shared: int = 0
+    restored: int = 0
+    charged: tuple[tuple[int, int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,7 @@ class PublishedReport:
 
 @dataclass(frozen=True, slots=True)
 class PromotedReport:
-    """Promotion stage: pieces copied and verified into the decoding node's tier."""
+    """Promotion stage: pieces copied and verified into the decoding node's tier; the first `SHOWN` of `failures` failed."""
 
     tier: str
     promoted: int
@@ -56,6 +68,7 @@ class PromotedReport:
     bytes: int
     failed: dict[str, str]
     ms: float
+    failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +89,29 @@ class PrefixRestore:
 
 @dataclass(frozen=True, slots=True)
 class RestoredReport:
-    """Restore stage."""
+    """Restore stage.
+
+    Attributes:
+        prefixes: the first `SHOWN` of `count`.
+        tokens, restored, bytes: of all prefixes.
+        failures: of all prefixes, the first `SHOWN` of `failed`.
+        version: see `numem.job.versions.rows_version`.
+    """
 
     prefixes: tuple[PrefixRestore, ...]
     ms: float
+    count: int
+    tokens: int
+    restored: int
+    bytes: int
+    failures: tuple[str, ...]
+    failed: int
+    version: str
 
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """One prompt in the decode stage; `computed + shared + restored` is its length.
-
-    `source` is "recomputed" where this run computed the prompt's rows, "restored" where the durable plane gave them,
-    "shared" where resident pages did. `ttft_ms` is admission to first token; for "recomputed" it holds the prefill.
-    """
+    """One prompt in the decode stage, without its tokens and text; see `numem.job.journal.Entry`."""
 
     id: str
     tokens: int
@@ -104,25 +127,52 @@ class PromptResult:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedReport:
-    """Decode stage. `digests_equal` tells whether the restored rows matched those of the restore stage.
+class Series:
+    """Summary of samples in ms: nearest-rank median and p95, nulls where there are none."""
 
-    `outputs_digest` is SHA-256 over prompt ids and output tokens in table order, hex.
+    median: float | None
+    p95: float | None
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedReport:
+    """Decode stage: figures of the whole table, those of prompts that an earlier run finished as that run left them.
+
+    Attributes:
+        prompts: of the table. resumed: of them finished by an earlier run under the same settings.
+        requested: prompt tokens = computed + shared + restored.
+        ttft_ms: "recomputed", "restored" and "shared".
+        preemptions: lanes lost; rows_again: rows brought back after that.
+        decode_tokens, decode_ms: of this run's steps.
+        outputs: file of the completions. journal: of all that is known about each prompt.
+        outputs_digest: SHA-256 over prompt ids and output tokens in table order, hex.
+        digests_equal: whether the restored rows of `digests_compared` prefixes matched those of the restore stage.
+        failures: chunks that could not be used, the first `SHOWN` of `failed`.
+        shown: the first `SHOWN` prompts.
     """
 
-    prompts: tuple[PromptResult, ...]
+    prompts: int
+    resumed: int
+    requested: int
+    computed: int
+    shared: int
+    restored: int
+    restored_bytes: int
+    ttft_ms: dict[str, Series]
+    preemptions: int
+    rows_again: int
     decode_tokens: int
     decode_ms: float
     outputs: str
     outputs_digest: str
+    journal: str
     digests_compared: int
     digests_equal: bool
     failures: tuple[str, ...]
+    failed: int
+    shown: tuple[PromptResult, ...]
     ms: float
-
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        return self.decode_tokens / (self.decode_ms / 1e3) if self.decode_ms else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +185,6 @@ class Proof:
     ms: float
     exact: bool
     differences: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """Summary of samples in ms: nearest-rank median and p95, nulls where there are none."""
-
-    median: float | None
-    p95: float | None
-    n: int
 
 
 def nearest_rank(samples: Sequence[float], p: float) -> float | None:
@@ -175,6 +216,8 @@ class Summary:
     chunks_reused: int
     stored_bytes: int
     restored_bytes: int
+    resumed: int
+    preemptions: int
     ttft_ms: dict[str, Series]
     decode_tokens: int
     decode_tokens_per_s: float | None

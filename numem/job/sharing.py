@@ -26,6 +26,12 @@ class Prefix:
     prompts: tuple[int, ...]
 
 
+def trie_order(prompts: Sequence[Sequence[int] | np.ndarray]) -> list[int]:
+    """Indices of prompts in the order of a walk through their trie: what shares a prefix, nested ones too, is adjacent."""
+    # Big-endian ids compare as bytes like the ids themselves.
+    return sorted(range(len(prompts)), key=lambda i: np.asarray(prompts[i], dtype=">i8").tobytes())
+
+
 def shared_prefixes(prompts: Sequence[Sequence[int]], gain: int = GAIN) -> tuple[Prefix, ...]:
     """Prefixes to compute once, in the order in which neighbours share most; every prompt is in at most one.
 
@@ -37,7 +43,7 @@ def shared_prefixes(prompts: Sequence[Sequence[int]], gain: int = GAIN) -> tuple
     if gain < 1:
         raise InputError(f"shared prefixes: gain {gain} must be at least 1 token")
     rows = [np.asarray(p[:-1], dtype=np.int64) for p in prompts]
-    order = sorted(range(len(rows)), key=lambda i: rows[i].tolist())
+    order = trie_order(rows)
     common = [_common(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
     groups: list[tuple[int, list[int]]] = []
     # Ranges order[lo:hi] still to assign, whose prompts all share `floor` tokens that are already kept. A stack of our
@@ -66,9 +72,9 @@ def shared_prefixes(prompts: Sequence[Sequence[int]], gain: int = GAIN) -> tuple
     found: list[Prefix] = []
     for length, members in groups:
         if length:
-            found.append(Prefix(tuple(int(t) for t in rows[members[0]][:length]), tuple(sorted(members))))
+            found.append(Prefix(tuple(prompts[members[0]][:length]), tuple(sorted(members))))
             continue
-        found.extend(Prefix(tuple(int(t) for t in rows[i]), (i,)) for i in members if len(rows[i]) >= CHUNK_TOKENS)
+        found.extend(Prefix(tuple(prompts[i][:-1]), (i,)) for i in members if len(rows[i]) >= CHUNK_TOKENS)
     merged: dict[tuple[int, ...], set[int]] = {}
     for prefix in found:
         merged.setdefault(prefix.tokens, set()).update(prefix.prompts)

@@ -1,12 +1,12 @@
 """The job's figures in one object, put together from what its stages recorded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numem.errors import NotFoundError
 from numem.job.batch import Batch
 from numem.job.record import recall
-from numem.job.reports import Series, Summary, series
+from numem.job.reports import Series, Summary
 from numem.store.memory import Memory
 
 NO_PROOF: dict[str, Any] = {"prompts": 0, "tokens": 0, "bytes_compared": 0, "ms": None, "differences": []}
@@ -22,37 +22,37 @@ def summarise(memory: Memory, batch: Batch, run: str) -> Summary:
     if decoded is None:
         raise NotFoundError(f"batch {batch.id}: run {run} has no decode stage; run the job first")
     stages = {name: recall(memory, batch, run, name) or {} for name in ("prefill", "publish", "promote", "restore")}
-    prompts: list[Mapping[str, Any]] = list(decoded["prompts"])
     proof = dict(recall(memory, batch, run, "proof") or {})
     exact = proof.pop("exact", None)
     proof.pop("run", None)
     published = stages["publish"]
     missing = published.get("missing", 0)
+    failed = stages["promote"].get("failed", {})
     warnings = [
         *(f"{missing} chunks were gone before publication and were recomputed" for _ in range(1) if missing),
-        *(f"promotion of {piece[:16]} failed: {why}" for piece, why in stages["promote"].get("failed", {}).items()),
-        *(failure for prefix in stages["restore"].get("prefixes", []) for failure in prefix["failures"]),
-        *decoded["failures"],
+        *_some(
+            [f"promotion of {piece[:16]} failed: {why}" for piece, why in failed.items()], stages["promote"], "failures"
+        ),
+        *_some(stages["restore"].get("failures", ()), stages["restore"], "failed"),
+        *_some(decoded["failures"], decoded, "failed"),
     ]
     return Summary(
         batch=batch.id,
         model=batch.model,
         memory=memory.home,
-        prompts=len(prompts),
-        requested_tokens=sum(p["tokens"] for p in prompts),
-        computed_tokens=sum(p["computed"] for p in prompts),
-        shared_tokens=sum(p["shared"] for p in prompts),
-        restored_tokens=sum(p["restored"] for p in prompts),
+        prompts=decoded["prompts"],
+        requested_tokens=decoded["requested"],
+        computed_tokens=decoded["computed"],
+        shared_tokens=decoded["shared"],
+        restored_tokens=decoded["restored"],
         prefixes=len(batch.prefixes),
         chunks_stored=published.get("stored", 0),
         chunks_reused=_reused(len(batch.chunk_ids()), stages["prefill"], published),
         stored_bytes=published.get("stored_bytes", 0),
-        restored_bytes=sum(p["restored_bytes"] for p in prompts),
-        ttft_ms={
-            "recomputed": _ttft(prompts, "recomputed"),
-            "restored": series([p["restored_ttft_ms"] for p in prompts if p["restored_ttft_ms"] is not None]),
-            "shared": _ttft(prompts, "shared"),
-        },
+        restored_bytes=decoded["restored_bytes"],
+        resumed=decoded["resumed"],
+        preemptions=decoded["preemptions"],
+        ttft_ms={source: Series(**one) for source, one in decoded["ttft_ms"].items()},
         decode_tokens=decoded["decode_tokens"],
         decode_tokens_per_s=_rate(decoded["decode_tokens"], decoded["decode_ms"]),
         outputs=decoded["outputs"],
@@ -65,15 +65,17 @@ def summarise(memory: Memory, batch: Batch, run: str) -> Summary:
     )
 
 
+def _some(kept: Sequence[str], stage: Mapping[str, Any], counter: str) -> list[str]:
+    """What a report kept of its sentences, and how many more there were."""
+    more = int(stage.get(counter, 0)) - len(kept)
+    return [*kept, *([f"and {more} more of this kind"] if more > 0 else [])]
+
+
 def _reused(chunks: int, prefilled: Mapping[str, Any], published: Mapping[str, Any]) -> int:
     """Chunks of the batch that this run found durable, each once: prefill and publication may both meet the same one."""
     if not published:
         return int(prefilled.get("reused_chunks", 0))
     return max(0, chunks - int(published["stored"]) - int(published["missing"]))
-
-
-def _ttft(prompts: list[Mapping[str, Any]], source: str) -> Series:
-    return series([p["ttft_ms"] for p in prompts if p["source"] == source])
 
 
 def _rate(tokens: int, ms: float) -> float | None:

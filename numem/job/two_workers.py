@@ -117,7 +117,7 @@ def checkpoint(place: Place) -> Report:
         chunks = _chunks(subject)
         for chunk in chunks:
             payload = payload_of(chunk)
-            node = chunk_node(chunk, subject.scope, SPEC, content_id(payload), {"numpy": np.__version__}, CHUNK)
+            node = chunk_node(chunk, subject.scope, SPEC, [content_id(payload)], {"numpy": np.__version__}, CHUNK)
             memory.publish(node, [payload]).published.result()
         return {"chunks": len(chunks), "source-cache-stats": memory.stats()}
 

@@ -4,11 +4,12 @@ They are what an orchestrator shows as the version of an asset. None of them dec
 and content ids.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from numem.identity.chain import pack_tokens
-from numem.identity.digest import framed_sha256
+from numem.identity.digest import framed, framed_sha256
 
 if TYPE_CHECKING:
     from numem.job.batch import Batch
@@ -35,9 +36,15 @@ def rows_version(digests: Iterable[str]) -> str:
     return framed_sha256("numem/version/rows/v1", *(digest.encode() for digest in digests)).hex()
 
 
-def outputs_digest(batch: "Batch", generated: Mapping[int, Sequence[int]]) -> str:
-    """SHA-256 over prompt ids and output tokens in table order, hex."""
-    parts: list[bytes] = []
-    for index, item in enumerate(batch.items):
-        parts += [item.id.encode(), pack_tokens(generated[index])]
-    return framed_sha256("numem/version/outputs/v1", *parts).hex()
+class OutputsDigest:
+    """SHA-256 over prompt ids and output tokens, added one prompt at a time in table order."""
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256(framed("numem/version/outputs/v1"))
+
+    def add(self, id: str, tokens: Sequence[int]) -> None:
+        for part in (id.encode(), pack_tokens(tokens)):
+            self._sha.update(len(part).to_bytes(8, "big") + part)
+
+    def hex(self) -> str:
+        return self._sha.hexdigest()

@@ -52,7 +52,8 @@ class TransformerDecoder:
         self.dtype = dtype
         self.max_position = max_position
         self.heads, self.kv_heads, self.head_dim, self.vocab = d.heads, d.kv_heads, d.head_dim, d.vocab
-        self.spec = kv_spec(d.layers, d.kv_heads, d.head_dim, dtype)
+        windows = [d.window if kind == SLIDING else 0 for kind in d.layer_kinds]
+        self.spec = kv_spec(d.layers, d.kv_heads, d.head_dim, dtype, windows)
         self.cos, self.sin = d.rope_tables(max_position)
         self._checkpoint = checkpoint
         self._torch_dtype = DTYPES[dtype]
@@ -115,7 +116,7 @@ class TransformerDecoder:
         if not len(rows.wanted):
             return torch.empty((0, d.vocab))
         last = x if len(rows.wanted) == m else x[rows.wanted]
-        return self.head(rms_norm(last, self.final_norm, eps, offset=d.norm.offset))
+        return self.head(rms_norm(last, self.final_norm, eps, offset=d.norm.offset), rows.out)
 
     def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
         buffer = self._buffers.get(name)

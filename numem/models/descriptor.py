@@ -237,19 +237,24 @@ def _family(config: Mapping[str, Any]) -> Family:
     if not isinstance(model_type, str):
         raise CheckpointError(f"config.json: model_type is {model_type!r}, so the architecture is unknown")
     if isinstance(config.get("text_config"), Mapping):
-        raise UnsupportedModelError(f"config.json: model_type {model_type!r} wraps a text_config (multi-modal input)")
+        raise UnsupportedModelError(
+            f"config.json: model_type {model_type!r} wraps a text_config (multi-modal input)", "model-type"
+        )
     if model_type in REFUSED:
         raise UnsupportedModelError(
-            f"config.json: model_type {model_type!r} is not run: it needs {REFUSED[model_type]}"
+            f"config.json: model_type {model_type!r} is not run: it needs {REFUSED[model_type]}", "model-type"
         )
     if model_type not in FAMILIES:
-        raise UnsupportedModelError(f"config.json: unknown model_type {model_type!r}; run: {', '.join(FAMILIES)}")
+        raise UnsupportedModelError(
+            f"config.json: unknown model_type {model_type!r}; run: {', '.join(FAMILIES)}", "model-type"
+        )
     family = FAMILIES[model_type]
     for name in listed:
         if name != family.architecture:
             raise UnsupportedModelError(
                 f"config.json: architecture {name!r} is not run for model_type {model_type!r}; "
-                f"only {family.architecture}"
+                f"only {family.architecture}",
+                "architecture",
             )
     return family
 
@@ -280,7 +285,9 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
         raise CheckpointError(f"config.json: layer_types does not list {layers} layers")
     for kind in types:
         if kind not in known:
-            raise UnsupportedModelError(f"config.json: layer type {kind!r} is not run; known: {', '.join(known)}")
+            raise UnsupportedModelError(
+                f"config.json: layer type {kind!r} is not run; known: {', '.join(known)}", "layer-type"
+            )
     # An explicit list wins over max_window_layers, which is only its default.
     kinds = tuple(known[kind] for kind in types)
     return (window, kinds) if SLIDING in kinds else full

@@ -1,9 +1,10 @@
 """Language models: loading, and the verbs generate and chat."""
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numem.errors import ContextLengthError, InputError, UnsupportedModelError
 from numem.identity.chain import CHUNK_TOKENS, PAGE_TOKENS
@@ -11,14 +12,23 @@ from numem.identity.digest import blake3_of
 from numem.identity.fingerprint import Identity, NumericPolicy
 from numem.kernels.policy import policy_name
 from numem.kernels.selftest import Shapes, self_test
+from numem.lineage.decisions import DecisionLog
 from numem.models.checkpoint import Checkpoint
 from numem.models.decoder import TransformerDecoder
 from numem.models.descriptor import Descriptor, read_descriptor
 from numem.models.registry import resolve
 from numem.models.tokenizer import Tokenizer
+from numem.runtime.arrivals import Arrivals
 from numem.runtime.continuation import Continuation, Session
-from numem.runtime.engine import Engine
+from numem.runtime.engine import Engine, pages_for_lanes
+from numem.runtime.front import Runtime
+from numem.runtime.request import Token
+from numem.runtime.residency import Residency
 from numem.runtime.sampling import GREEDY, Sampler
+from numem.runtime.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from numem.store.memory import Memory
 
 DEVICES = ("cpu", "auto")
 
@@ -51,9 +61,62 @@ class LM:
     def max_position(self) -> int:
         return self.decoder.max_position
 
-    def session(self, *, pages: int | None = None, debug: bool = False) -> Session:
+    def session(self, *, pages: int | None = None, debug: bool = False, canary: bool = False) -> Session:
         """A new engine with pages of its own (default: one sequence of max_position tokens)."""
-        return Session(Engine(self.decoder, pages=pages, debug=debug), self.identity)
+        return Session(Engine(self.decoder, pages=pages, debug=debug, canary=canary), self.identity)
+
+    def runtime(
+        self,
+        *,
+        lanes: int = 8,
+        memory: "Memory | None" = None,
+        tier: str | None = None,
+        tokens: int | None = None,
+        policy: str = "value",
+        queue: int = 4096,
+    ) -> Runtime:
+        """A runtime that serves many requests at once, each with the output it would have alone.
+
+        The pages of ended sequences are kept for prompts to come as long as nobody needs them.
+
+        Args:
+            lanes: sequences that run at a time.
+            memory: durable plane to restore from and publish to; it is closed after the runtime.
+            tier: tier to restore from (default: the nearest).
+            tokens: pages are made for so many tokens of every lane (default: max_position).
+            policy: which kept pages go first, a name of `numem.policy`.
+            queue: requests that may be open at once.
+        """
+        pages = pages_for_lanes(lanes, tokens or self.max_position)
+
+        @contextmanager
+        def scheduler(on_token: Callable[[Token], None]) -> Iterator[Scheduler]:
+            session = self.session(pages=pages)
+            log = None if memory is None else DecisionLog(memory)
+            with Arrivals(session, memory, tier=tier, decisions=log) as arrivals:
+                residency = Residency(
+                    session.engine,
+                    policy=policy,
+                    decisions=log,
+                    costs=arrivals.costs,
+                    tier=tier,
+                    scope=self.identity.scope,
+                )
+                made = Scheduler(
+                    session,
+                    lanes,
+                    memory=memory,
+                    tier=tier,
+                    arrivals=arrivals,
+                    residency=residency,
+                    decisions=log,
+                    detokenize=self.tokenizer.stream,
+                    on_token=on_token,
+                )
+                with closing(made):
+                    yield made
+
+        return Runtime(scheduler, queue=queue)
 
     def start(self, tokens: Sequence[int]) -> Continuation:
         """A continuation in the model's own session, which holds two sequences of max_position tokens."""

@@ -93,7 +93,11 @@ class Tokenizer:
         Raises:
             InputError: the model has no chat template, or the messages do not fit it.
         """
-        text = self.render(messages, add_generation_prompt)
+        return self.encode_piece(self.render(messages, add_generation_prompt))
+
+    def encode_piece(self, text: str) -> list[int]:
+        """Ids of a text that stands after others or says all by itself: nothing is added at its ends."""
+        _check_text(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 

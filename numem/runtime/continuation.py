@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -20,14 +20,16 @@ from numem.runtime.engine import Engine
 from numem.runtime.kv import Restored, capture, raw, restore_rows
 from numem.runtime.pool import Route
 from numem.runtime.sampling import GREEDY, Sampler
-from numem.store.memory import Memory, PublishReceipt, Ticket
+
+if TYPE_CHECKING:
+    from numem.store.memory import Memory, PublishReceipt, Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
     """Tickets of one publication, a chunk each, and the ids that were durable already."""
 
-    tickets: tuple[Ticket, ...]
+    tickets: "tuple[Ticket, ...]"
     reused: tuple[bytes, ...]
 
     @property
@@ -35,7 +37,7 @@ class Published:
         return [ticket.captured for ticket in self.tickets]
 
     @property
-    def published(self) -> list[Future[PublishReceipt]]:
+    def published(self) -> "list[Future[PublishReceipt]]":
         return [ticket.published for ticket in self.tickets]
 
     def wait(self, timeout: float | None = None) -> "Published":
@@ -76,7 +78,7 @@ class Session:
         route = self.engine.pool.allocate()
         return self._complete(Continuation(self, checked, route), Restored())
 
-    def restore(self, memory: Memory, tokens: Sequence[int], *, tier: str | None = None) -> "Continuation":
+    def restore(self, memory: "Memory", tokens: Sequence[int], *, tier: str | None = None) -> "Continuation":
         """Like `start`, with the longest durable prefix loaded instead of computed.
 
         Chunks that are missing or fail verification are recomputed; `continuation.restored` tells what was used.
@@ -161,6 +163,19 @@ class Continuation:
         """`count` steps; returns the chosen tokens."""
         return [self.step(sampler) for _ in range(count)]
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append given tokens: the pending one and all but the last of them are evaluated, the last one is pending.
+
+        Raises:
+            InputError, ContextLengthError, CapacityError: nothing has changed.
+        """
+        self._settled()
+        checked = unpack_tokens(pack_tokens(tokens))
+        if not checked:
+            return
+        self.session.engine.append([(self.route, [self.tokens[-1], *checked[:-1]])], logits="none")
+        self.tokens += checked
+
     def fork(self, processed: int | None = None) -> "Continuation":
         """A continuation over the same pages, at this boundary or an earlier one.
 
@@ -173,7 +188,7 @@ class Continuation:
         route = self.session.engine.pool.fork(self.route, processed)
         return Continuation(self.session, self.tokens[: processed + 1], route)
 
-    def publish(self, memory: Memory, *, upto: int | None = None) -> Published:
+    def publish(self, memory: "Memory", *, upto: int | None = None) -> Published:
         """Make `[0, upto)` (default: all that is processed) durable; chunks already durable are not written again."""
         self._settled()
         memory.register(self.session.identity)
@@ -187,7 +202,7 @@ class Continuation:
             provenance=provenance(),
         )
         tickets = tuple(
-            memory.publish(node, [payload]) for node, payload in zip(captured.nodes, captured.payloads, strict=True)
+            memory.publish(node, payloads) for node, payloads in zip(captured.nodes, captured.payloads, strict=True)
         )
         return Published(tickets, tuple(captured.reused))
 
@@ -195,11 +210,16 @@ class Continuation:
         """The cache rows [start, end) as raw bytes (uint8), in canonical payload order.
 
         Raises:
-            OutOfPlanError: rows that are not computed.
+            OutOfPlanError: rows that are not computed, or that a restore left out of windowed layers.
         """
         end = self._settled() if end is None else end
         if not 0 <= start <= end <= self.route.length:
             raise OutOfPlanError(f"kv: rows [{start}, {end}) lie outside [0, {self.route.length})")
+        for floor in self.route.floors:
+            if start < floor.start:
+                raise OutOfPlanError(
+                    f"kv: rows below {floor.start} of group {floor.group} were left out by the restore; ask from there on"
+                )
         return raw(self.session.engine.storage.save(self.route.pages, start, end - start))
 
     def _settled(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from numem.errors import CapacityError, ContextLengthError, InputError
 from numem.identity.chain import PAGE_TOKENS
 from numem.runtime.pages import PageStorage
-from numem.runtime.pool import PagePool, Reservation, Route
+from numem.runtime.pool import Capacity, PagePool, Reservation, Route
 from numem.state.spec import StateSpec
 
 # Rows of one forward call. Any value gives the same bits; this one keeps the activations of a layer in cache.
@@ -31,6 +31,7 @@ class Rows:
         lane: int32 [M], index into `tables`.
         tables: int32 [lanes, pages], block tables padded with -1.
         wanted: int64 [R], rows whose logits are asked for.
+        out: float32 [R, vocab], where they may be written, or None.
     """
 
     tokens: torch.Tensor
@@ -39,6 +40,7 @@ class Rows:
     lane: torch.Tensor
     tables: torch.Tensor
     wanted: torch.Tensor
+    out: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Span:
         logits: "last" for the last token, "all" for every token, "none".
     """
 
-    pages: Sequence[int]
+    pages: Sequence[int] | np.ndarray
     start: int
     tokens: Sequence[int]
     logits: str = "last"
@@ -77,16 +79,23 @@ class Engine:
     Args:
         decoder: the model.
         pages: physical pages; default: enough for one sequence of `max_position` tokens.
-        debug: poison fresh and freed pages with NaN.
+        debug: free pages are NaN, and a page taken from them must still be.
+        canary: full pages are hashed when they are committed, and compared whenever they are read.
     """
 
-    def __init__(self, decoder: Decoder, *, pages: int | None = None, debug: bool = False) -> None:
+    def __init__(
+        self, decoder: Decoder, *, pages: int | None = None, debug: bool = False, canary: bool = False
+    ) -> None:
         self.decoder = decoder
         self.max_position = decoder.max_position
-        self.pool = PagePool(pages or -(-decoder.max_position // PAGE_TOKENS), PAGE_TOKENS)
-        self.storage = PageStorage(decoder.spec, decoder.kv_heads, decoder.head_dim, self.pool.physical, poison=debug)
+        physical = pages or -(-decoder.max_position // PAGE_TOKENS)
+        self.storage = PageStorage(
+            decoder.spec, decoder.kv_heads, decoder.head_dim, physical, poison=debug, canary=canary
+        )
+        self.pool = PagePool(physical, PAGE_TOKENS, self.storage.guard)
         self.page_copies = 0
         self.rows_computed = 0
+        self._arrays = _Arrays((0, 0, 0, 0), None)
 
     def append(self, items: Sequence[tuple[Route, Sequence[int]]], *, logits: str = "last") -> list[np.ndarray]:
         """Evaluate tokens at the end of routes; all routes change, or none does.
@@ -126,75 +135,126 @@ class Engine:
                 "load the model with a larger max_position or shorten the prompt"
             )
 
-    def reserve(self, route: Route, count: int) -> Reservation:
-        """Reserve room and copy a shared partial tail, so that the reserved pages may be written."""
-        reservation = self.pool.reserve(route, count)
+    def reserve(self, route: Route, count: int, capacity: Capacity | None = None) -> Reservation:
+        """Reserve room, drawn from `capacity` first, and copy a shared partial tail, so that the reserved pages may be
+        written."""
+        reservation = self.pool.reserve(route, count, capacity)
         if reservation.replaced:
-            self.storage.copy(*reservation.replaced)
+            try:
+                self.storage.copy(*reservation.replaced)
+            except BaseException:
+                self.pool.abort([reservation])
+                raise
             self.page_copies += 1
         return reservation
 
     def release(self, route: Route) -> None:
-        """Release a route; in debug mode the freed pages are poisoned."""
-        freed = self.pool.release(route)
-        if self.storage.poisoned and freed:
-            self.storage.poison(freed)
+        """Give a route's pages back."""
+        self.pool.release(route)
 
-    def evaluate(self, spans: Sequence[Span]) -> list[np.ndarray]:
+    def evaluate(self, spans: Sequence[Span], *, lend: bool = False) -> list[np.ndarray]:
         """Evaluate spans in one pass; keys and values are written into their pages, and no route changes.
 
         The caller holds the pages (a reservation, uncommitted) and commits or aborts; every earlier position of a span's
         pages holds its row already.
+
+        Args:
+            lend: the logits may lie in a buffer that the next call overwrites.
 
         Returns:
             One float32 array per span: [vocab], [len(tokens), vocab] or [0], as its `logits` asks.
 
         Raises:
             InputError: a token outside the vocabulary; nothing was written.
+            IntegrityError: a sealed page that a span reads changed; nothing was written.
         """
-        counts = [len(s.tokens) for s in spans]
-        width = max(len(s.pages) for s in spans)
-        tables = np.full((len(spans), width), -1, dtype=np.int32)
+        if self.storage.guard is not None:
+            self.storage.guard.verify({page for s in spans for page in s.pages[: s.start // PAGE_TOKENS]})
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        lanes: list[int] = []
+        wanted: list[int] = []
         for lane, s in enumerate(spans):
-            tables[lane, : len(s.pages)] = s.pages
-        tokens = np.concatenate([np.asarray(s.tokens, dtype=np.int64) for s in spans])
-        positions = np.concatenate(
-            [np.arange(s.start, s.start + n, dtype=np.int64) for s, n in zip(spans, counts, strict=True)]
-        )
-        lanes = np.repeat(np.arange(len(spans), dtype=np.int32), counts)
-        slots = tables[lanes, positions // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS + positions % PAGE_TOKENS
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.decoder.vocab:
+            start, pages = s.start, s.pages
+            end = start + len(s.tokens)
+            tokens += s.tokens
+            positions += range(start, end)
+            slots += [int(pages[p // PAGE_TOKENS]) * PAGE_TOKENS + p % PAGE_TOKENS for p in range(start, end)]
+            lanes += [lane] * (end - start)
+            wanted += range(len(tokens) - _results(s), len(tokens))
+        if min(tokens) < 0 or max(tokens) >= self.decoder.vocab:
             raise InputError(f"append: a token id lies outside [0, {self.decoder.vocab})")
-        ends = np.cumsum(counts)
-        parts = [_wanted(s, int(b)) for s, b in zip(spans, ends, strict=True)]
-        wanted = np.asarray([row for part in parts for row in part], dtype=np.int64)
-        pieces = []
-        for a in range(0, len(tokens), MAX_ROWS):
-            b = min(a + MAX_ROWS, len(tokens))
-            rows = Rows(
-                torch.from_numpy(tokens[a:b]),
-                torch.from_numpy(positions[a:b]),
-                torch.from_numpy(slots[a:b]),
-                torch.from_numpy(lanes[a:b]),
-                torch.from_numpy(tables),
-                torch.from_numpy(wanted[(wanted >= a) & (wanted < b)] - a),
-            )
-            pieces.append(self.decoder.forward(rows, self.storage).numpy())
+        shape = (len(tokens), len(spans), max(len(s.pages) for s in spans), len(wanted))
+        if self._arrays.shape != shape or (self._arrays.logits is not None) is not lend:
+            lent = np.empty((len(wanted), self.decoder.vocab), dtype=np.float32) if lend else None
+            self._arrays = _Arrays(shape, lent)
+        arrays = self._arrays
+        arrays.rows[:] = (tokens, positions, slots)
+        arrays.lane[:] = lanes
+        arrays.wanted[:] = wanted
+        for lane, s in enumerate(spans):
+            arrays.tables[lane, : len(s.pages)] = s.pages
+        flat = self._forward(arrays)
+        each = arrays.each if flat is arrays.logits else flat
         self.rows_computed += len(tokens)
-        flat = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         out, at = [], 0
-        for s, part in zip(spans, parts, strict=True):
-            mine = flat[at : at + len(part)]
-            out.append(mine[0] if s.logits == "last" else mine if s.logits == "all" else mine[:, 0])
-            at += len(part)
+        for s in spans:
+            count = _results(s)
+            out.append(each[at] if s.logits == "last" else flat[at : at + count] if count else flat[:0, 0])
+            at += count
         return out
 
+    def _forward(self, arrays: "_Arrays") -> np.ndarray:
+        """Logits of the wanted rows, evaluated at most MAX_ROWS at a time."""
+        rows = arrays.tensors
+        count = len(rows.tokens)
+        if count <= MAX_ROWS:
+            logits = self.decoder.forward(rows, self.storage)
+            return arrays.logits if arrays.logits is not None and logits is rows.out else logits.numpy()
+        pieces = []
+        for a in range(0, count, MAX_ROWS):
+            b = a + MAX_ROWS
+            part = Rows(
+                rows.tokens[a:b],
+                rows.positions[a:b],
+                rows.slots[a:b],
+                rows.lane[a:b],
+                rows.tables,
+                rows.wanted[(rows.wanted >= a) & (rows.wanted < b)] - a,
+            )
+            pieces.append(self.decoder.forward(part, self.storage).numpy())
+        return np.concatenate(pieces)
 
-def _wanted(span: Span, end: int) -> range:
-    """Rows of the batch, of which the span's last is end - 1, whose logits it asks for."""
-    if span.logits == "none":
-        return range(end, end)
-    return range(end - (1 if span.logits == "last" else len(span.tokens)), end)
+
+class _Arrays:
+    """Where the rows of a call are written; kept for the next call, as decoding repeats one shape for long.
+
+    A table may go on, behind the pages of its lane, with pages of an earlier call: no row of the lane sees those.
+
+    Args:
+        shape: rows, lanes, pages of the longest lane, rows whose logits are wanted.
+        logits: where these go, [R, vocab], or None for a fresh array.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], logits: np.ndarray | None) -> None:
+        rows, lanes, pages, wanted = self.shape = shape
+        self.rows = np.empty((3, rows), dtype=np.int64)
+        self.lane = np.empty(rows, dtype=np.int32)
+        self.tables = np.full((lanes, pages), -1, dtype=np.int32)
+        self.wanted = np.empty(wanted, dtype=np.int64)
+        tokens, positions, slots = (torch.from_numpy(row) for row in self.rows)
+        lane, tables, of = (torch.from_numpy(a) for a in (self.lane, self.tables, self.wanted))
+        self.logits = logits
+        self.each = [] if logits is None else list(logits)
+        self.tensors = Rows(
+            tokens, positions, slots, lane, tables, of, None if logits is None else torch.from_numpy(logits)
+        )
+
+
+def _results(span: Span) -> int:
+    """Rows of a span, the last ones, whose logits it asks for."""
+    return 1 if span.logits == "last" else len(span.tokens) if span.logits == "all" else 0
 
 
 def pages_for_lanes(lanes: int, tokens: int) -> int:

@@ -1,8 +1,9 @@
 """Attention state between pages and the durable plane: capture into nodes, load back into pages."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,13 +12,21 @@ from numem.errors import DeadlineError, IntegrityError, NotFoundError, OutOfPlan
 from numem.identity.chain import plan
 from numem.identity.digest import content_id
 from numem.identity.fingerprint import Identity
-from numem.runtime.chunks import chunk_node
+from numem.runtime.chunks import chunk_grid, chunk_node
 from numem.runtime.engine import Engine
-from numem.runtime.pool import Route
-from numem.runtime.prefix import Hit, Match, lookup
+from numem.runtime.pages import DTYPES
+from numem.runtime.pool import PageLease, Route
+from numem.runtime.prefix import Hit, Match, lookup, select
+from numem.state.groups import Floor, Group
+from numem.state.load import window_floors
 from numem.state.node import Node
 from numem.state.spec import StateSpec
-from numem.store.memory import Memory
+
+if TYPE_CHECKING:
+    from numem.store.memory import Memory
+
+# What was read of a hit: the rows of its needed groups, [members, rows, width] each.
+Payload = list[torch.Tensor]
 
 # Chunks read by one call of the store; bounds the staging memory of a restore.
 READ_AHEAD = 8
@@ -30,15 +39,15 @@ def raw(payload: torch.Tensor) -> np.ndarray:
 
 @dataclass(slots=True)
 class Captured:
-    """Chunks of one boundary, ready to be staged or published."""
+    """Chunks of one boundary, ready to be staged or published: of every node the payloads of its groups."""
 
     nodes: list[Node] = field(default_factory=list)
-    payloads: list[np.ndarray] = field(default_factory=list)
+    payloads: list[list[np.ndarray]] = field(default_factory=list)
     reused: list[bytes] = field(default_factory=list)
 
 
 def capture(
-    memory: Memory,
+    memory: "Memory",
     engine: Engine,
     identity: Identity,
     tokens: Sequence[int],
@@ -46,27 +55,74 @@ def capture(
     *,
     upto: int | None = None,
     provenance: dict[str, str] | None = None,
+    skip: Container[bytes] = (),
 ) -> Captured:
-    """Export the chunks of `[0, upto)` that are not durable in the memory's home yet.
+    """Export the chunks of `[0, upto)` that are not durable in the memory's home yet, but for those in `skip`.
 
     The pages are leased while they are read, so that eviction or release cannot change them.
+
+    Raises:
+        OutOfPlanError: rows that are not computed, or that lie below a window floor and were not loaded.
     """
     upto = route.length if upto is None else upto
     if not 0 <= upto <= route.length:
         raise OutOfPlanError(f"capture: boundary {upto} lies outside [0, {route.length}], the rows that are computed")
+    with engine.pool.lease(route) as lease:
+        return capture_pages(memory, engine, identity, tokens, lease, upto, provenance, skip)
+
+
+def capture_pages(
+    memory: "Memory",
+    engine: Engine,
+    identity: Identity,
+    tokens: Sequence[int],
+    lease: PageLease,
+    upto: int,
+    provenance: dict[str, str] | None = None,
+    skip: Container[bytes] = (),
+) -> Captured:
+    """`capture` of pages that the caller has leased; on any thread, as a leased page is never written."""
     spec = engine.decoder.spec
     out = Captured()
-    with engine.pool.lease(route) as lease:
-        for chunk in plan(identity.scope, tokens, upto):
-            if memory.durable(chunk.id):
-                out.reused.append(chunk.id)
-                continue
-            payload = raw(engine.storage.save(lease.pages, chunk.start, chunk.count))
-            out.nodes.append(
-                chunk_node(chunk, identity.scope, spec, content_id(payload, identity.content_key), provenance or {})
-            )
-            out.payloads.append(payload)
+    for chunk in plan(identity.scope, tokens, upto):
+        if chunk.id in skip:
+            continue
+        if memory.durable(chunk.id):
+            out.reused.append(chunk.id)
+            continue
+        payloads = [raw(group_rows(engine, lease, chunk.start, chunk.count, group)) for group in spec.retained]
+        contents = [content_id(payload, identity.content_key) for payload in payloads]
+        out.nodes.append(chunk_node(chunk, identity.scope, spec, contents, provenance or {}))
+        out.payloads.append(payloads)
     return out
+
+
+def group_rows(engine: Engine, held: Route | PageLease, start: int, count: int, group: Group) -> torch.Tensor:
+    """A group's rows [start, start + count) as a payload.
+
+    Raises:
+        OutOfPlanError: some of them lie below the group's floor: they were not loaded.
+    """
+    for floor in held.floors:
+        if floor.group == group.id and start < floor.start:
+            raise OutOfPlanError(
+                f"rows [{start}, {start + count}) of group {group.id}: those below {floor.start} were left out when the "
+                "sequence was restored; compute it anew to have them"
+            )
+    return engine.storage.save(held.pages, start, count, group)
+
+
+def held_rows(engine: Engine, held: Route | PageLease, count: int) -> np.ndarray:
+    """The bytes of rows [0, count), group after group, of a windowed one from its floor on: all that is held of them.
+
+    Equal tokens under equal floors have equal bytes.
+    """
+    starts = {floor.group: min(floor.start, count) for floor in held.floors}
+    parts = []
+    for group in engine.decoder.spec.retained:
+        start = starts.get(group.id, 0)
+        parts.append(raw(group_rows(engine, held, start, count - start, group)))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @dataclass(slots=True)
@@ -78,6 +134,7 @@ class Restored:
         bytes: payload bytes read; by_tier the same per tier.
         lookup_ms, read_ms, load_ms: time in the lookup, in the store and in writing pages.
         failures: sentences naming chunks that could not be used, and what became of their rows.
+        late: a read did not end before its deadline; asking again would wait again.
     """
 
     tokens: int = 0
@@ -87,6 +144,7 @@ class Restored:
     read_ms: float = 0.0
     load_ms: float = 0.0
     failures: list[str] = field(default_factory=list)
+    late: bool = False
 
     def add(self, other: "Restored") -> None:
         """Count what another restore of the same rows did."""
@@ -100,7 +158,7 @@ class Restored:
 
 
 def restore_rows(
-    memory: Memory,
+    memory: "Memory",
     engine: Engine,
     scope: bytes,
     route: Route,
@@ -121,7 +179,7 @@ def restore_rows(
     wanted, reason = 0, ""
     for source in dict.fromkeys((tier, None)):
         began = time.perf_counter()
-        with lookup(memory, scope, tokens, tier=source, limit=limit) as match:
+        with lookup(memory, scope, tokens, tier=source, limit=limit, spec=engine.decoder.spec) as match:
             total.lookup_ms += (time.perf_counter() - began) * 1e3
             wanted, reason = max(wanted, match.tokens), match.reason
             if match.tokens > route.length:
@@ -135,24 +193,47 @@ def restore_rows(
 
 
 def load(
-    memory: Memory, engine: Engine, route: Route, match: Match, *, tier: str | None = None
+    memory: "Memory", engine: Engine, route: Route, match: Match, *, tier: str | None = None
 ) -> tuple[Route, Restored]:
     """Append the matched rows beyond the route's length to it.
 
     A chunk that cannot be read or verified ends the restore before it: the rows from there on are left to be
-    recomputed, and `failures` says why.
+    recomputed, and `failures` says why. Of windowed layers only what the boundary needs is read, and the route's floors
+    say what it lacks; where an earlier boundary needs more than a failed restore had read, it is read anew.
 
     Returns:
         The route that holds the rows (the given one, or a shorter fork after a failure) and the report.
     """
     report = Restored()
-    hits = [hit for hit in match.hits if hit.node.start + hit.rows > route.length]
-    if not hits:
-        return route, report
-    first = route.length
-    reservation = engine.reserve(route, match.tokens - first)
+    hits, boundary = match.hits, match.tokens
+    while boundary > route.length:
+        good, route = _load(memory, engine, route, hits, boundary, tier, report)
+        if good == route.length or report.late:
+            break
+        hits, boundary = select(engine.decoder.spec, hits, good), good
+    return route, report
+
+
+def _load(
+    memory: "Memory",
+    engine: Engine,
+    route: Route,
+    hits: Sequence[Hit],
+    boundary: int,
+    tier: str | None,
+    report: Restored,
+) -> tuple[int, Route]:
+    """One attempt at `load`: the rows that could be read, and a route; it holds them unless they cannot be gone on from."""
+    pool = engine.pool
+    spec = engine.decoder.spec
+    hits = [hit for hit in hits if hit.node.start + hit.rows > route.length]
+    first, before = route.length, route.floors
+    reservation = engine.reserve(route, boundary - first)
     good = first
+    failed = False
     try:
+        # Said before the first row lands, so that nobody takes what is left out for rows.
+        pool.set_floors(route, floors_after(spec, route, hits, boundary))
         for at in range(0, len(hits), READ_AHEAD):
             group = hits[at : at + READ_AHEAD]
             payloads, failure = fetch(memory, engine.decoder.spec, group, tier, report)
@@ -163,39 +244,66 @@ def load(
             report.load_ms += (time.perf_counter() - began) * 1e3
             if failure:
                 report.failures.append(failure)
+                failed = True
                 break
+        usable = good > first and all(floor.allows(good) for floor in route.floors)
     except BaseException:
-        engine.pool.abort([reservation])
+        pool.set_floors(route, before)
+        pool.abort([reservation])
         raise
-    engine.pool.commit([reservation])
-    report.tokens = good - first
-    if good < match.tokens:
-        shorter = engine.pool.fork(route, good)
+    if not usable:
+        pool.set_floors(route, before)
+        pool.abort([reservation])
+        return good, route
+    pool.commit([reservation])
+    report.tokens += good - first
+    if failed:
+        shorter = pool.fork(route, good)
         engine.release(route)
         route = shorter
-    return route, report
+    return good, route
 
 
-def place(engine: Engine, pages: Sequence[int], hit: Hit, payload: torch.Tensor, first: int) -> None:
+def floors_after(spec: StateSpec, route: Route, hits: Sequence[Hit], boundary: int) -> tuple[Floor, ...]:
+    """The floors that a route has once these hits brought it to `boundary`."""
+    return window_floors(spec, boundary, chunk_grid(hits[0].node), held=route.length, floors=route.floors)
+
+
+def place(engine: Engine, pages: Sequence[int], hit: Hit, payload: Payload, first: int) -> None:
     """Write a fetched chunk's rows into pages, but for those below position `first`, which hold theirs already."""
     skip = max(0, first - hit.node.start)
-    engine.storage.load(payload[:, :, skip : hit.rows].contiguous(), pages, hit.node.start + skip)
+    groups = engine.decoder.spec.retained
+    for index, part in zip(hit.parts, payload, strict=True):
+        members, rows, width = part.shape
+        moved = part.view(2, members // 2, rows, width)[:, :, skip : hit.rows].contiguous()
+        engine.storage.load(moved, pages, hit.node.start + skip, groups[index])
+
+
+def hit_bytes(spec: StateSpec, hit: Hit) -> int:
+    """Bytes that a restore of this hit reads: its needed parts, whole."""
+    return sum(spec.group_bytes(spec.retained[index], hit.node.count) for index in hit.parts)
 
 
 def fetch(
-    memory: Memory, spec: StateSpec, hits: Sequence[Hit], tier: str | None, report: Restored
-) -> tuple[list[torch.Tensor], str | None]:
+    memory: "Memory", spec: StateSpec, hits: Sequence[Hit], tier: str | None, report: Restored
+) -> tuple[list[Payload], str | None]:
     """Payloads of the leading hits that could be read and verified, and why the next one could not.
 
     Touches no page, so that any thread may call it.
     """
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.dtype]
-    layers = spec.slabs[0].members
-    buffers = [torch.empty((2, layers, hit.node.count, spec.width), dtype=dtype) for hit in hits]
+    dtype = DTYPES[spec.dtype]
+    buffers = [
+        [torch.empty(spec.group_shape(spec.retained[index], hit.node.count), dtype=dtype) for index in hit.parts]
+        for hit in hits
+    ]
     began = time.perf_counter()
 
     def fetch(a: int, b: int) -> None:
-        requests = [(hit.node.pieces[0], raw(buffer)) for hit, buffer in zip(hits[a:b], buffers[a:b], strict=True)]
+        requests = [
+            (hit.node.pieces[index], raw(part))
+            for hit, parts in zip(hits[a:b], buffers[a:b], strict=True)
+            for index, part in zip(hit.parts, parts, strict=True)
+        ]
         result = memory.read(requests, tier=tier)
         report.bytes += result.bytes
         for name, nbytes in result.by_tier.items():
@@ -207,6 +315,7 @@ def fetch(
         fetch(0, len(hits))
     except DeadlineError as error:
         # Asking again would wait again: the rest is recomputed.
+        report.late = True
         count = 0
         failure = f"chunks [{hits[0].node.start}, {hits[-1].node.end}): {error}"
     except (IntegrityError, NotFoundError, StoreError):

@@ -1,88 +1,25 @@
-"""Page bookkeeping: routes, reference counts, copy-on-write, leases and reservations. No tensors here.
+"""Page bookkeeping: routes, reference counts, copy-on-write, leases, reservations and capacity. No tensors here.
 
     route.pages     [p0, p1, ..., pk]      physical pages in logical order, possibly shared
     route.length    tokens held; the last page is partial unless length is a multiple of the page size
 
 Rules: the lowest free page is taken first; full pages are shared by reference count; a partial tail that anything else
 holds is copied before the first append; a reservation commits or aborts as a whole, and every page it names (the one
-being replaced too) stays held until then.
+being replaced too) stays held until then. One thread uses a pool at a time.
 """
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING
 
-from numem.errors import CapacityError, InputError, LeaseError
+from numem.errors import CapacityError, InputError, LeaseError, OutOfPlanError
+from numem.runtime.route import Capacity, PageLease, PoolStats, Reservation, Route
+from numem.state.groups import Floor
 
+if TYPE_CHECKING:
+    from numem.runtime.guard import PageGuard
 
-@dataclass(eq=False, slots=True)
-class Route:
-    """The pages of one sequence. Changed only by the pool.
-
-    Attributes:
-        pages: physical pages in logical order.
-        length: tokens held.
-    """
-
-    pages: list[int] = field(default_factory=list)
-    length: int = 0
-    pending: "Reservation | None" = None
-    released: bool = False
-
-
-@dataclass(eq=False, frozen=True, slots=True)
-class Reservation:
-    """Room for `count` more tokens on a route, not yet part of it.
-
-    Attributes:
-        expected: the route's length when reserved; commit demands that it still holds.
-        added: fresh pages beyond the current last one, in logical order.
-        replaced: (old, new) physical page of a partial tail that must be copied before writing, or None.
-        pages: the route's page table as it will be after commit.
-    """
-
-    route: Route
-    expected: int
-    count: int
-    added: tuple[int, ...]
-    replaced: tuple[int, int] | None
-    pages: tuple[int, ...]
-
-
-@dataclass(eq=False, slots=True)
-class PageLease:
-    """Keeps the pages of a moment alive; its table never changes. Released exactly once."""
-
-    pages: tuple[int, ...]
-    length: int
-    pool: "PagePool"
-    released: bool = False
-
-    def release(self) -> None:
-        if self.released:
-            raise LeaseError("page lease: released twice")
-        self.released = True
-        self.pool._end_lease(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Counts of pages and holders."""
-
-    physical: int
-    free: int
-    resident: int
-    shared: int
-    routes: int
-    leases: int
-    reserved: int
+__all__ = ["Capacity", "PageLease", "PagePool", "PoolStats", "Reservation", "Route"]
 
 
 class PagePool:
@@ -91,45 +28,92 @@ class PagePool:
     Args:
         pages: number of physical pages.
         page_tokens: tokens per page.
+        guard: is told of pages that are taken, filled, written again and freed (a debug aid).
     """
 
-    def __init__(self, pages: int, page_tokens: int = 16) -> None:
+    def __init__(self, pages: int, page_tokens: int = 16, guard: "PageGuard | None" = None) -> None:
         if pages <= 0 or page_tokens <= 0:
             raise InputError(f"page pool: pages {pages} and page_tokens {page_tokens} must be positive")
         self.page_tokens = page_tokens
         self.physical = pages
+        self.clock = 0
+        self._guard = guard
         self._free = list(range(pages))
         self._refs = [0] * pages
         self._routes: set[Route] = set()
-        self._leases = 0
-        self._reserved = 0
+        self._leases: set[PageLease] = set()
+        self._capacities: set[Capacity] = set()
+        self._promised = 0
+        self._pending = 0
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        """Pages that anybody may take."""
+        return len(self._free) - self._promised
 
     def refs(self, page: int) -> int:
+        """How many routes, leases and pending appends hold a page."""
         return self._refs[page]
 
+    def references(self) -> tuple[int, ...]:
+        """`refs` of every page, as it is now."""
+        return tuple(self._refs)
+
     def pages_for(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
         return -(-tokens // self.page_tokens)
+
+    # routes
 
     def allocate(self) -> Route:
         """An empty route."""
         route = Route()
         self._routes.add(route)
+        self.touch(route)
         return route
 
     def fork(self, route: Route, length: int | None = None) -> Route:
-        """A route over the same pages, cut at `length` (default: whole). Copies nothing."""
+        """A route over the same pages, cut at `length` (default: whole). Copies nothing.
+
+        Raises:
+            OutOfPlanError: the rows that a sequence of this length attends to lie below a window floor.
+        """
         self._settled(route, "fork")
         length = route.length if length is None else length
         if not 0 <= length <= route.length:
             raise InputError(f"fork: length {length} lies outside [0, {route.length}]")
-        child = Route(route.pages[: self.pages_for(length)], length)
+        for floor in route.floors:
+            if not floor.allows(length):
+                raise OutOfPlanError(
+                    f"fork: at length {length} group {floor.group} needs rows below {floor.start}, which were not "
+                    "loaded; restore this boundary or recompute it"
+                )
+        child = Route(route.pages[: self.pages_for(length)], length, route.floors if length else ())
         self._hold(child.pages)
         self._routes.add(child)
+        self.touch(child)
         return child
+
+    def fork_allowed(self, route: Route, length: int) -> bool:
+        """Whether a fork at this length has every row it attends to."""
+        return 0 <= length <= route.length and all(floor.allows(length) for floor in route.floors)
+
+    def set_floors(self, route: Route, floors: Sequence[Floor]) -> None:
+        """Say which rows of windowed groups a route will not hold, before its rows are committed.
+
+        A child inherits them. On a route that has rows and no pending append a floor may only rise.
+
+        Raises:
+            OutOfPlanError: a floor would fall below one under which rows are missing already.
+        """
+        if route.released or route not in self._routes:
+            raise LeaseError("set_floors: the route was released")
+        if route.length and route.pending is None:
+            starts = {floor.group: floor.start for floor in floors}
+            for old in route.floors:
+                if starts.get(old.group, 0) < old.start:
+                    raise OutOfPlanError(f"set_floors: rows of group {old.group} below {old.start} are missing")
+        route.floors = tuple(floors)
 
     def release(self, route: Route) -> tuple[int, ...]:
         """Give a route's pages back; returns those that became free."""
@@ -140,15 +124,72 @@ class PagePool:
         route.pages, route.length = [], 0
         return freed
 
-    def lease(self, route: Route) -> PageLease:
-        """Keep a route's present pages alive, also after its release."""
-        self._settled(route, "lease")
-        self._hold(route.pages)
-        self._leases += 1
-        return PageLease(tuple(route.pages), route.length, self)
+    def touch(self, route: Route) -> None:
+        """Note that a route was used just now."""
+        self.clock += 1
+        route.last_access = self.clock
 
-    def reserve(self, route: Route, count: int) -> Reservation:
+    # leases
+
+    def lease(self, route: Route, *, prospective: bool = False) -> PageLease:
+        """Keep a route's present pages alive, also after its release.
+
+        Args:
+            prospective: the pages and length that the route will have once its pending append is committed. They stay
+                alive also if it is aborted.
+        """
+        if prospective and route.pending and route in self._routes:
+            pages, length = route.pending.pages, route.length + route.pending.count
+        else:
+            self._settled(route, "lease")
+            pages, length = tuple(route.pages), route.length
+        self._hold(pages)
+        lease = PageLease(pages, length, route.floors, route, self._end_lease)
+        self._leases.add(lease)
+        route.leases += 1
+        return lease
+
+    def leased(self, route: Route) -> bool:
+        """Whether a lease on this route is not released yet."""
+        return route.leases > 0
+
+    def capacity(self, pages: int) -> Capacity:
+        """Set pages aside for the reservations that name this capacity.
+
+        Raises:
+            CapacityError: so many are not free; nothing was set aside.
+        """
+        if pages < 0:
+            raise InputError(f"capacity: {pages} pages")
+        if pages > self.free:
+            raise CapacityError(f"page pool: {pages} pages asked for, {self.free} of {self.physical} are free; {_HELP}")
+        capacity = Capacity(pages, self._end_capacity)
+        self._capacities.add(capacity)
+        self._promised += pages
+        return capacity
+
+    def extend(self, capacity: Capacity, pages: int) -> None:
+        """Set further pages aside for a capacity; whoever draws from it goes on with the same one.
+
+        Raises:
+            CapacityError: too few free pages; nothing was set aside.
+        """
+        if capacity not in self._capacities:
+            raise LeaseError("extend: the capacity was released, or belongs to another pool")
+        if pages < 0:
+            raise InputError(f"extend: {pages} pages")
+        if pages > self.free:
+            raise CapacityError(f"page pool: {pages} pages asked for, {self.free} of {self.physical} are free; {_HELP}")
+        capacity.left += pages
+        self._promised += pages
+
+    # appends
+
+    def reserve(self, route: Route, count: int, capacity: Capacity | None = None) -> Reservation:
         """Reserve room for `count` tokens; nothing of the route changes before commit.
+
+        Args:
+            capacity: pages set aside, drawn before free ones.
 
         Raises:
             CapacityError: too few free pages; nothing was taken.
@@ -156,69 +197,80 @@ class PagePool:
         self._settled(route, "reserve")
         if count <= 0:
             raise InputError(f"reserve: {count} tokens")
-        offset = route.length % self.page_tokens
-        copy_tail = offset > 0 and self._refs[route.pages[-1]] > 1
-        fresh = self.pages_for(route.length + count) - len(route.pages)
-        if fresh + copy_tail > len(self._free):
+        if capacity is not None and capacity not in self._capacities:
+            raise LeaseError("reserve: the capacity was released, or belongs to another pool")
+        pages, length = route.pages, route.length
+        partial = length % self.page_tokens > 0
+        copy_tail = partial and self._refs[pages[-1]] > 1
+        need = self.pages_for(length + count) - len(pages) + copy_tail
+        drawn = min(need, capacity.left) if capacity is not None else 0
+        if need - drawn > self.free:
             raise CapacityError(
-                f"page pool: {count} tokens need {fresh + copy_tail} pages, {len(self._free)} of {self.physical} are "
-                "free; release continuations or open a larger pool"
+                f"page pool: {count} tokens need {need} pages, {self.free + drawn} of {self.physical} are free; {_HELP}"
             )
-        taken = [heapq.heappop(self._free) for _ in range(fresh + copy_tail)]
+        taken = [heapq.heappop(self._free) for _ in range(need)]
+        if self._guard is not None:
+            self._admit(taken, pages[-1] if partial and not copy_tail else None)
         for page in taken:
             self._refs[page] = 1
-        self._reserved += len(taken)
-        replaced = (route.pages[-1], taken[0]) if copy_tail else None
-        added = tuple(taken[1:] if copy_tail else taken)
-        kept = route.pages[:-1] if copy_tail else route.pages
-        table = (*kept, *([replaced[1]] if replaced else []), *added)
-        route.pending = Reservation(route, route.length, count, added, replaced, table)
-        return route.pending
+        self._pending += need
+        if capacity is not None:
+            capacity.left -= drawn
+            self._promised -= drawn
+        if copy_tail:
+            table = (*pages[:-1], *taken)
+            made = Reservation(route, length, count, tuple(taken[1:]), (pages[-1], taken[0]), table, capacity, drawn)
+        else:
+            made = Reservation(route, length, count, tuple(taken), None, (*pages, *taken), capacity, drawn)
+        route.pending = made
+        return made
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
         """Make reserved tokens part of their routes; all are checked before any changes."""
-        self._pending(reservations, "commit")
+        self._resolvable(reservations, "commit")
         for r in reservations:
-            old = (r.replaced[0],) if r.replaced else ()
             self._settle(r)
             r.route.pages = list(r.pages)
             r.route.length = r.expected + r.count
-            self._drop(old)
+            self.touch(r.route)
+            if r.replaced:
+                self._drop((r.replaced[0],))
+            if self._guard is not None:
+                self._guard.filled(r.pages[r.expected // self.page_tokens : r.route.length // self.page_tokens])
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
-        """Give reserved pages back; the routes are as before."""
-        self._pending(reservations, "abort")
+        """Give reserved pages back, to the capacity they were drawn from first; the routes are as before."""
+        self._resolvable(reservations, "abort")
         for r in reservations:
             self._settle(r)
-            self._drop((*([r.replaced[1]] if r.replaced else []), *r.added))
+            freed = self._drop(r.taken)
+            if r.capacity is not None and not r.capacity.released:
+                back = min(r.drawn, len(freed))
+                r.capacity.left += back
+                self._promised += back
+
+    # audit
 
     def stats(self) -> PoolStats:
-        resident = self.physical - len(self._free)
+        """Counts of the moment."""
         return PoolStats(
             physical=self.physical,
-            free=len(self._free),
-            resident=resident,
-            shared=sum(1 for r in self._refs if r > 1),
+            free=self.free,
+            resident=self.physical - len(self._free) - self._pending,
+            shared=self.physical - len(self._free) - self._refs.count(1),
             routes=len(self._routes),
-            leases=self._leases,
-            reserved=self._reserved,
+            leases=len(self._leases),
+            reserved=self._pending + self._promised,
         )
 
-    def check(self, leases: Sequence[PageLease] = ()) -> None:
-        """Raise LeaseError unless free and referenced pages are disjoint and counts equal holders (a debug audit).
-
-        Args:
-            leases: every live lease, so that the sum over holders is known.
-        """
+    def check(self) -> None:
+        """Raise LeaseError unless free and held pages are disjoint and every count equals its holders (a debug
+        audit)."""
         expected = [0] * self.physical
-        for route in self._routes:
-            for page in route.pages:
-                expected[page] += 1
-            if route.pending:
-                for page in (*([route.pending.replaced[1]] if route.pending.replaced else []), *route.pending.added):
-                    expected[page] += 1
-        for lease in leases:
-            for page in lease.pages:
+        pending = [r.pending for r in self._routes if r.pending]
+        tables = [*(r.pages for r in self._routes), *(p.taken for p in pending), *(x.pages for x in self._leases)]
+        for pages in tables:
+            for page in pages:
                 expected[page] += 1
         free = set(self._free)
         if len(free) != len(self._free):
@@ -226,6 +278,13 @@ class PagePool:
         for page, count in enumerate(expected):
             if count != self._refs[page] or (page in free) != (count == 0):
                 raise LeaseError(f"page pool: page {page} has {self._refs[page]} references and {count} holders")
+        promised = sum(capacity.left for capacity in self._capacities)
+        reserved = sum(len(p.taken) for p in pending)
+        if promised != self._promised or promised > len(free) or reserved != self._pending:
+            raise LeaseError(
+                f"page pool: {self._promised} pages promised and {self._pending} pending, but holders name {promised} "
+                f"and {reserved}, and {len(free)} are free"
+            )
 
     def _settled(self, route: Route, verb: str) -> None:
         if route.released or route not in self._routes:
@@ -233,7 +292,7 @@ class PagePool:
         if route.pending:
             raise LeaseError(f"{verb}: the route has a pending append; commit or abort it first")
 
-    def _pending(self, reservations: Sequence[Reservation], verb: str) -> None:
+    def _resolvable(self, reservations: Sequence[Reservation], verb: str) -> None:
         if len({id(r) for r in reservations}) != len(reservations):
             raise LeaseError(f"{verb}: a reservation appears twice in one batch")
         for r in reservations:
@@ -241,22 +300,46 @@ class PagePool:
                 raise LeaseError(f"{verb}: the reservation at {r.expected} is not its route's pending one in this pool")
 
     def _settle(self, r: Reservation) -> None:
-        self._reserved -= len(r.added) + (r.replaced is not None)
+        self._pending -= len(r.added) + (r.replaced is not None)
         r.route.pending = None
 
+    def _admit(self, taken: list[int], reopened: int | None) -> None:
+        """Let the guard look at pages before they are written; a refusal leaves the pool as it was."""
+        assert self._guard is not None
+        try:
+            self._guard.taken(taken)
+        except BaseException:
+            for page in taken:
+                heapq.heappush(self._free, page)
+            raise
+        if reopened is not None:
+            self._guard.reopened(reopened)
+
     def _end_lease(self, lease: PageLease) -> None:
-        self._leases -= 1
+        self._leases.discard(lease)
+        lease.route.leases -= 1
         self._drop(lease.pages)
 
+    def _end_capacity(self, capacity: Capacity) -> None:
+        self._capacities.discard(capacity)
+        self._promised -= capacity.left
+
     def _hold(self, pages: Sequence[int]) -> None:
+        refs = self._refs
         for page in pages:
-            self._refs[page] += 1
+            refs[page] += 1
 
     def _drop(self, pages: Sequence[int]) -> tuple[int, ...]:
-        freed = []
+        refs, freed = self._refs, []
         for page in pages:
-            self._refs[page] -= 1
-            if self._refs[page] == 0:
-                heapq.heappush(self._free, page)
+            left = refs[page] = refs[page] - 1
+            if not left:
                 freed.append(page)
+        for page in freed:
+            heapq.heappush(self._free, page)
+        if freed and self._guard is not None:
+            self._guard.freed(freed)
         return tuple(freed)
+
+
+_HELP = "release continuations or open a larger pool"

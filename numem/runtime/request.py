@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 
@@ -50,6 +51,32 @@ class Request:
     deadline_s: float | None = None
     publish: bool = False
     witness: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token, as it is told while its sequence goes on.
+
+    Attributes:
+        index: zero-based, without holes, never twice for a sequence.
+        text: what is certain to follow the text told before, possibly empty; never a part of a stop string.
+    """
+
+    request_id: str
+    sample: int
+    index: int
+    token: int
+    text: str
+
+
+class TokenStream(Protocol):
+    """Turns ids into text as they come (`Tokenizer.stream`)."""
+
+    def push(self, token: int) -> str:
+        """Text that this id completes."""
+
+    def finish(self) -> str:
+        """Text that was held back."""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ the same alone and in a batch, before and after a restore.
 """
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass
 
@@ -42,12 +43,13 @@ class Sampler:
             ModelError: the largest logit is NaN or infinite.
         """
         row = np.asarray(logits, dtype=np.float32)[:vocab]
-        if not np.isfinite(row.max()):
+        best = int(row.argmax())  # the first of equals, and the first NaN where there is one
+        if not math.isfinite(row[best]):
             raise ModelError(
                 f"sampler: logits at position {position} are not finite; the weights or the state are damaged"
             )
         if self.temperature == 0.0:
-            return int(np.argmax(row))
+            return best
         # Stable order: descending logit, ties by ascending id.
         order = np.argsort(-row, kind="stable")
         if self.top_k:

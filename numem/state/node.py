@@ -11,6 +11,7 @@ from typing import Any
 
 from numem.errors import ManifestError
 from numem.identity.digest import ID_BYTES
+from numem.state.groups import floor_of
 from numem.state.manifest import SCHEMA_VERSION, Manifest, build
 
 
@@ -81,7 +82,8 @@ class Node:
 def project(chain: Sequence[Node], determinism: str = "bitwise") -> Manifest:
     """Manifest of the boundary that a chain of nodes, root first, leads to.
 
-    Fields of appending nodes are joined along their axis; otherwise the last node's fields stand alone.
+    Fields of appending nodes are joined along their axis, a windowed one from its floor on (its coordinates say where
+    that is); otherwise the last node's fields stand alone.
 
     Raises:
         ManifestError: an empty or broken chain, another scope inside it, or chunks that do not cover the field.
@@ -97,7 +99,7 @@ def project(chain: Sequence[Node], determinism: str = "bitwise") -> Manifest:
         for before, after in itertools.pairwise(chain):
             if after.parent != before.id or after.start != before.end or after.scope != before.scope:
                 raise ManifestError(f"manifest: the chain to {last.id.hex()[:16]} breaks at position {after.start}")
-        fields = _joined(chain, last.append_axis)
+        fields = [_in_window(f, last.append_axis) for f in _joined(chain, last.append_axis)]
     return build(
         {
             "schema_version": SCHEMA_VERSION,
@@ -132,6 +134,29 @@ def _joined(chain: Sequence[Node], axis: int) -> list[dict[str, Any]]:
             whole["chunks"] = [*whole["chunks"], *delta["chunks"]]
             whole["value"]["shape"][axis] = node.end
     return list(joined.values())
+
+
+def _in_window(whole: dict[str, Any], axis: int) -> dict[str, Any]:
+    """A field whose coordinates name a window without the chunks below its floor: what a restore loads."""
+    window = whole.get("coordinate_space", {}).get("window")
+    if window is None:
+        return whole
+    end = whole["value"]["shape"][axis]
+    floor = floor_of(end, window, whole["chunk_shape"][axis])
+    kept = []
+    for chunk in whole["chunks"]:
+        offsets = list(chunk["offsets"])
+        if offsets[axis] >= floor:
+            offsets[axis] -= floor
+            kept.append({**chunk, "offsets": offsets})
+    shape = list(whole["value"]["shape"])
+    shape[axis] = end - floor
+    return {
+        **whole,
+        "value": {**whole["value"], "shape": shape},
+        "coordinate_space": {**whole["coordinate_space"], "origin": floor},
+        "chunks": kept,
+    }
 
 
 def _same_layout(whole: Mapping[str, Any], delta: Mapping[str, Any], axis: int) -> None:

@@ -3,6 +3,7 @@
 import atexit
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -18,7 +19,9 @@ from numem.store.catalog.index import NodeIndex
 from numem.store.config import TierSpec
 from numem.store.payload.tier import Tier
 from numem.store.publication.capture import PublicationLimits
+from numem.store.reading.lookups import KIND as LOOKUPS
 from numem.store.session import Session
+from numem.store.upkeep.unread import Unread, unread
 
 
 class Handle:
@@ -70,9 +73,44 @@ class Handle:
         parts.committer.submit_facts(Facts(records=[record]))
         return record.sequence
 
+    def note(self, kind: str, subject: bytes, body: dict[str, Any]) -> int:
+        """Append a record that nobody waits for: cheap, durable some seconds later or after `flush` or `close`, lost
+        (and counted as `notes_lost`) where it cannot be written, here and in a memory that is closed or only read.
+
+        Args:
+            body: plain JSON; it is the memory's from here on, see `amend`.
+
+        Returns:
+            What `amend` asks for.
+        """
+        return self._parts.note(kind, subject, body)
+
+    def amend(self, note: int, change: Callable[[], None]) -> bool:
+        """Call `change`, which may add to the body of a note; False, without calling it, where that is on its way."""
+        return bool(note) and self._parts.committer.amend(note, change)
+
     def records(self, kind: str | None = None, subject: bytes | None = None) -> tuple[Record, ...]:
-        """Records in commit order, of a kind, about a subject."""
-        return tuple(self._settled().catalog.records(kind, subject))
+        """Records in commit order, of a kind (one that ends with "/": of all kinds that begin so), about a subject."""
+        parts = self._open()
+        if parts.committer.pending:
+            parts.committer.flush()
+        return tuple(parts.catalog.records(kind, subject))
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it was opened for reading alone."""
+        return self._parts.read_only
+
+    def looked(self, scope: bytes, rows: int) -> None:
+        """Count a lookup of a prefix under a scope, which found so many rows; see `unread`."""
+        self._parts.lookups.looked(scope, rows)
+
+    def unread(self) -> tuple[Unread, ...]:
+        """What was written and never found, though it was looked for, maybe under another identity: an alarm."""
+        parts = self._settled()
+        scopes = Counter(node.scope for node in self._nodes().of_kind(None))
+        written = ((record.subject, record.body) for record in self.records(LOOKUPS))
+        return unread(scopes, parts.lookups.counts(written), parts.catalog.identities())
 
     @property
     def events(self) -> tuple[Event, ...]:

@@ -206,15 +206,20 @@ class Memory(Handle):
         """Manifest of the boundary that a node reaches."""
         return project(self.chain(id))
 
-    def available(self, id: bytes, tier: str | None = None) -> bool:
+    def available(self, id: bytes, tier: str | None = None, pieces: Sequence[int] | None = None) -> bool:
         """Whether a node is published and every piece has a ready copy this node reaches (in that tier).
+
+        `pieces` asks for some of them alone, by their place in the node.
 
         What a reader asks: any tier will do, and a copy counts until something finds it bad. A publisher asks `durable`.
         """
         parts = self._open()
         parts.catalog.refresh("placements", "nodes")
         node = parts.catalog.nodes.get(id)
-        return node is not None and all(parts.reader.replicas(content, tier) for content in node.pieces)
+        if node is None:
+            return False
+        wanted = node.pieces if pieces is None else [node.pieces[index] for index in pieces]
+        return all(parts.reader.replicas(content, tier) for content in wanted)
 
     def durable(self, id: bytes) -> bool:
         """Whether a node is published and every piece lies in the home tier: ready there, its file present and long
@@ -231,6 +236,12 @@ class Memory(Handle):
         parts = self._open()
         parts.catalog.refresh("placements")
         return parts.reader.replicas(content)
+
+    def copies(self, content: bytes) -> tuple[Placement, ...]:
+        """The newest fact about every copy of a piece, of this node or another, failed and evicted ones too."""
+        parts = self._open()
+        parts.catalog.refresh("placements")
+        return parts.catalog.placements.current(content)
 
     # residency
 
@@ -326,6 +337,9 @@ class Memory(Handle):
             "leases": sum(held.values()),
             "leases_expired": self._parts.leases.expired,
             "failed_attempts": parts.reconciler.failed_attempts,
+            "notes_lost": parts.committer.notes_lost,
+            "lookups": parts.lookups.lookups,
+            "lookups_found": parts.lookups.found,
         }
 
     def usage(self) -> dict[str, int]:

@@ -7,9 +7,10 @@ from typing import Any
 from numem.errors import InputError, ReadOnlyError
 from numem.identity.digest import framed_sha256
 from numem.identity.fingerprint import Identity
+from numem.policy.decision import Decision
 from numem.store.background import Background
 from numem.store.catalog.catalog import Catalog, Facts
-from numem.store.catalog.facts import Clock, Placement
+from numem.store.catalog.facts import Clock, Placement, Record, decided
 from numem.store.catalog.holders import Holders
 from numem.store.lance_errors import lance_errors
 from numem.store.payload.ledger import Entry, Ledger
@@ -20,12 +21,14 @@ from numem.store.placement.promote import Promoter
 from numem.store.placement.reconcile import Reconciler
 from numem.store.publication.capture import CaptureStage, PublicationLimits
 from numem.store.publication.committer import Committer
+from numem.store.publication.drops import Drops
 from numem.store.publication.publish import Publisher
 from numem.store.publication.quota import Quotas
 from numem.store.publication.spool import Spool
 from numem.store.publication.writes import Writes
 from numem.store.reading.host import Host
 from numem.store.reading.hosting import Hosting
+from numem.store.reading.lookups import Lookups
 from numem.store.reading.reader import Reader
 from numem.store.reading.verify import Verifier
 from numem.store.reports import Recovered
@@ -141,6 +144,10 @@ class Session:
             self.publisher.published.append(lambda jobs: self._tidy_if_due())
             self.committer = Committer(self.publisher.commit, limits.max_pending_publications, self.evictor.make_space)
             opened.callback(self.committer.close)
+            self.lookups = Lookups(self.note)
+            opened.callback(self.lookups.close)
+            self.drops = Drops(self.decided)
+            opened.callback(self.drops.close)
             self.captures = CaptureStage(self.committer, self.stats, limits)
             opened.callback(self.captures.close)
             self.verifier = Verifier(self.catalog, self.reader, self._present, self.key_of, self.quarantine)
@@ -188,6 +195,14 @@ class Session:
         self.catalog.placements.note(placement)
         if not self.read_only:
             self.committer.submit_facts(Facts(placements=[placement]))
+
+    def note(self, kind: str, subject: bytes, body: dict[str, Any]) -> int:
+        """See `Memory.note`."""
+        return 0 if self.read_only else self.committer.note(Record(self.clock.next(), kind, subject, body))
+
+    def decided(self, decision: Decision) -> None:
+        """Write down a decision of the store, with some later commit."""
+        self.committer.note(decided(self.clock.next(), decision))
 
     def require_writes(self) -> "Session":
         """These parts, unless the memory was opened for reading alone."""

@@ -9,6 +9,7 @@ local/locks/             writers of this node
 local/nodes/<node>/ssd/  payload volumes of the node's own tier
 local/probes/            object stores that passed the start-up probe, by a digest of their bucket
 local/quarantine/        damaged manifests and spool files, kept for inspection
+local/costs/             what loads and computations were measured to cost, a small file per scope (runtime/measured.py)
 """
 
 import hashlib

@@ -233,10 +233,12 @@ class Catalog:
         return self._identities
 
     def records(self, kind: str | None = None, subject: bytes | None = None) -> list[Record]:
+        below = kind is not None and kind.endswith("/")
         return [
             Record(r["sequence"], r["kind"], r["subject"], json.loads(r["body"]))
             for r in self.rows("records")
-            if (kind is None or r["kind"] == kind) and (subject is None or r["subject"] == subject)
+            if (kind is None or r["kind"] == kind or (below and r["kind"].startswith(kind)))
+            and (subject is None or r["subject"] == subject)
         ]
 
     def events(self) -> list[Event]:

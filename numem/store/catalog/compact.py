@@ -3,6 +3,7 @@
 Facts are never updated in place, so a table grows with every change; the newest of each is all that a reader needs.
 """
 
+import re
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,14 @@ KEEP_VERSIONS_S = 600.0
 # On object stores no lock orders the writers; facts younger than this may still be racing for being first.
 SETTLE_S = 60.0
 # Records that the store makes of its own work, and how many of them stay.
-HOUSEKEEPING = ("eviction", "scrub")
+HOUSEKEEPING = ("eviction", "scrub", "lookups")
 KEEP_NOTES = 1000
+# Decisions and their outcomes, whoever made them: what `numem why` and `numem replay` look back on.
+DECISIONS = "decision/"
+KEEP_DECISIONS = 1 << 16
 # Rows of retired nodes and of claims that ended stay this long: a collection goes by them.
 GRACE_S = 2 * 3600.0
+_ID = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,12 @@ class Forgotten:
         if table == "retired" or not gone:
             return rows  # says that something is gone, and nothing else
         doomed = pa.array([value in gone for value in column(rows, name).to_pylist()], pa.bool_())
+        if table == "records":
+            # Decisions name states beside their subject: the other victims of a plan, what else could have gone.
+            named = {id.hex() for id in self.nodes}
+            bodies = zip(column(rows, "kind").to_pylist(), column(rows, "body").to_pylist(), strict=True)
+            naming = [kind.startswith(DECISIONS) and not named.isdisjoint(_ID.findall(body)) for kind, body in bodies]
+            doomed = pc.or_(doomed, pa.array(naming, pa.bool_()))
         return rows.filter(pc.invert(doomed))
 
 
@@ -192,11 +203,12 @@ def _distinct(catalog: Catalog, gone: _Gone, late: int, rows: pa.Table) -> pa.Ta
 
 
 def _records(catalog: Catalog, gone: _Gone, late: int, rows: pa.Table) -> pa.Table:
-    """Every record once; of what the store notes of its own work only the newest."""
+    """Every record once; of what the store notes of its own work, and of decisions, only the newest."""
     rows = _distinct(catalog, gone, late, rows)
     kinds = column(rows, "kind").to_pylist()
     noted = [row for row, kind in enumerate(kinds) if kind in HOUSEKEEPING]
-    old = set(noted[:-KEEP_NOTES])
+    decided = [row for row, kind in enumerate(kinds) if kind.startswith(DECISIONS)]
+    old = {*noted[:-KEEP_NOTES], *decided[:-KEEP_DECISIONS]}
     return rows.take(pa.array([row for row in range(rows.num_rows) if row not in old], pa.int64()))
 
 

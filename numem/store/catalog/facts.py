@@ -6,6 +6,7 @@ node, the generation of a branch) the first in commit order wins.
 """
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from threading import Lock
 from typing import Any
 
 import pyarrow as pa
+
+from numem.policy.decision import Decision
 
 
 class Clock:
@@ -91,6 +94,12 @@ class Record:
     kind: str
     subject: bytes
     body: Mapping[str, Any]
+
+
+def decided(sequence: int, decision: Decision) -> Record:
+    """The record of a decision that the store made itself; see `numem.lineage.decisions`."""
+    body = {"id": os.urandom(16).hex(), **decision.to_body(), "outcomes": []}
+    return Record(sequence, f"decision/{decision.kind}", decision.subject, body)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,15 @@ What is resident is what the catalog says, so that all processes of a node count
 own, from its reads and promotions. At open, nodes count in the order in which they were placed.
 """
 
+import heapq
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from numem.policy import Policy, make
+from numem.policy.decision import Alternative
 from numem.policy.protocol import Key
 from numem.state.node import Node
 from numem.store.catalog.facts import Placement, State
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 # Reads whose order is remembered between two looks at the account.
 _READS = 1 << 14
+# Candidates of an eviction that are written down with it, and how many of them are victims.
+_CANDIDATES = 32
+_VICTIMS = 24
 # Pieces of no visible node that are younger may belong to a publication under way.
 _STRAY_GRACE_NS = 60 * 10**9
 
@@ -48,6 +53,9 @@ class Account:
         self._holders: dict[bytes, list[bytes]] = {}
         self._children: dict[bytes, list[bytes]] = {}
         self._fresh: frozenset[bytes] = frozenset()
+        # Of resident nodes: uses, and how many uses of the tier there had been at the last one.
+        self._uses: dict[bytes, tuple[int, int]] = {}
+        self._tick = 0
         self.used = 0
         self.nodes: dict[bytes, Node] = {}
 
@@ -85,8 +93,10 @@ class Account:
         assert self._policy is not None
         while self._reads:
             contents = self._reads.popleft()
+            self._tick += 1
             for id in dict.fromkeys(id for content in contents for id in self._holders.get(content, ())):
                 self._policy.touch(id)
+                self._uses[id] = (self._uses[id][0] + 1, self._tick)
 
     def wanted(self, ids: Iterable[bytes]) -> None:
         """Nodes are about to be placed here: a use of each, which the policy may have remembered them for."""
@@ -110,6 +120,37 @@ class Account:
     def most(self, kept: AbstractSet[bytes]) -> int:
         """The most that `victims` can free."""
         return self._evictable(self._blocked(kept))
+
+    def candidates(self, victims: Sequence[bytes], kept: AbstractSet[bytes]) -> tuple[Alternative, ...]:
+        """What a plan of `victims` chose among: the first of them in order, then what could have left instead, longest
+        unused first. To be asked before they leave.
+
+        Its terms are bytes, rows to be computed again, uses since it came, and uses of the tier since its last,
+        and the parent where that is here.
+        """
+        leaving = {*victims}
+        stay = self.nodes.keys() - leaving - self._blocked(kept)
+        first = list(victims[:_VICTIMS])
+        rest = heapq.nsmallest(_CANDIDATES - len(first), stay, key=lambda id: (self._uses[id][1], id))
+        found = []
+        for id in (*first, *rest):
+            uses, tick = self._uses[id]
+            continued = id not in leaving and any(child not in leaving for child in self._children.get(id, ()))
+            node = self.nodes[id]
+            found.append(
+                Alternative(
+                    f"evict:{id.hex()}",
+                    terms={
+                        "bytes": sum(map(self._size, dict.fromkeys(node.pieces))),
+                        "rows": node.count,
+                        "uses": uses,
+                        "idle": self._tick - tick,
+                        **({"parent": node.parent.hex()} if node.parent in self.nodes else {}),
+                    },
+                    declined="what continues it is here" if continued else "",
+                )
+            )
+        return tuple(found)
 
     def freed(self, victims: Iterable[bytes]) -> list[Placement]:
         """Copies that leave with these nodes: those of pieces that no other resident node has."""
@@ -161,11 +202,14 @@ class Account:
         for node, size in zip(nodes, sizes, strict=True):
             # Rows to be computed again stand for the cost; what they cost in ms is the runtime's to know.
             self._policy.admit(node.id, size, float(node.count), node.parent)
+            self._tick += 1
+            self._uses[node.id] = (1, self._tick)
         self._fresh = frozenset() if first else frozenset(node.id for node in nodes)
 
     def _leave(self, id: bytes) -> None:
         """A node is not resident any more."""
         node = self.nodes.pop(id)
+        del self._uses[id]
         _remove(self._children, node.parent, id)
         for piece in dict.fromkeys(node.pieces):
             _remove(self._holders, piece, id)

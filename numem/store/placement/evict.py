@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import filelock
 
 from numem.errors import CapacityError, StoreError
+from numem.policy.decision import Alternative, Decision, Term
 from numem.store import barrier
 from numem.store.catalog.catalog import Facts
-from numem.store.catalog.facts import Record, State
+from numem.store.catalog.facts import State, decided
 from numem.store.lance_errors import lance_errors
 from numem.store.payload.tier import Tier
 from numem.store.placement.account import Account
@@ -180,19 +181,26 @@ class Evictor:
             copies = [*strays, *account.freed(victims)]
             clock, node = self._parts.clock, self._parts.work.node
             size = sum(copy.nbytes for copy in copies)
-            body = {
+            known: dict[str, Term] = {
                 "tier": tier.name,
                 "node": node,
-                "policy": spec.policy,
                 "reason": reason,
+                "need": nbytes,
                 "bytes": size,
                 "pieces": len(copies),
-                "nodes": [id.hex() for id in victims],
+                "nodes": len(victims),
+                "stray_bytes": nbytes - left,
+                "resident": len(account.nodes),
+                "used": account.used,
+                "capacity": spec.capacity,
             }
+            open_to_it = account.candidates(victims, kept) if victims else (Alternative("evict:strays"),)
+            subject, *others = victims or [b""]
+            decision = Decision("evict", "", subject, spec.policy, known, open_to_it, open_to_it[0].name, tuple(others))
             self._parts.catalog.append(
                 Facts(
                     placements=[copy.turned(clock.next(), State.EVICTED, reason) for copy in copies],
-                    records=[Record(clock.next(), "eviction", victims[0] if victims else b"", body)],
+                    records=[decided(clock.next(), decision)],
                 )
             )
             account.look()

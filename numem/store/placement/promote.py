@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from numem.errors import InputError, IntegrityError, NotFoundError, StorageFullError
 from numem.identity.digest import content_id
+from numem.policy.decision import Alternative, Decision
 from numem.state.node import Node
 from numem.store import barrier
 from numem.store.catalog.catalog import Facts
@@ -24,7 +25,7 @@ from numem.store.catalog.facts import Placement, State
 from numem.store.catalog.nodes import node_document
 from numem.store.lance_errors import lance_errors
 from numem.store.payload.pieces import NO_CONTENT, Piece
-from numem.store.payload.tier import Tier
+from numem.store.payload.tier import Tier, rank_of
 from numem.store.payload.volume import Volume
 from numem.store.publication.publish import GONE, placement_at
 from numem.store.reports import PromoteReport
@@ -58,6 +59,7 @@ class Promoter:
             nodes = {id: self._node(id) for id in ids}
             failed: dict[str, str] = {}
             held, groups, nbytes = self._sort(list(nodes.values()), target, failed)
+            sources = self._where(groups, target)
             if groups:
                 parts.evictor.reserve(target, nbytes, list(nodes), keep)
             self._current = frozenset((target.name, node.id) for group in groups for node in group)
@@ -69,9 +71,47 @@ class Promoter:
                 self._current = frozenset()
             promoted = sum(placement.content != NO_CONTENT for placement in done)
             copied = sum(placement.nbytes for placement in done)
+            if promoted:
+                self._decide(target, groups, sources, (held, promoted, copied, len(failed)), started)
             parts.stats.add("pieces_promoted", promoted)
             parts.stats.add("bytes_promoted", copied)
             return PromoteReport(promoted, held, copied, (time.perf_counter() - started) * 1e3, failed)
+
+    def _where(self, groups: Sequence[Sequence[Node]], target: Tier) -> dict[str, list[int]]:
+        """Tier -> rank, and pieces and bytes that the target lacks and that tier has."""
+        found: dict[str, list[int]] = {}
+        for content in dict.fromkeys(piece for group in groups for node in group for piece in node.pieces):
+            if self._parts.reader.replicas(content, target.name):
+                continue
+            for tier, nbytes in {source.tier: source.nbytes for source in self._sources(content, target)}.items():
+                counted = found.setdefault(tier, [rank_of(tier), 0, 0])
+                counted[1] += 1
+                counted[2] += nbytes
+        return found
+
+    def _decide(
+        self,
+        target: Tier,
+        groups: Sequence[Sequence[Node]],
+        sources: Mapping[str, Sequence[int]],
+        counts: tuple[int, int, int, int],
+        started: float,
+    ) -> None:
+        """Write down what was promoted, and from where it could have come."""
+        ms = (time.perf_counter() - started) * 1e3
+        inputs = dict(zip(("held", "pieces", "bytes", "failed"), counts, strict=True))
+        able = [
+            Alternative(f"from:{tier}", terms={"rank": rank, "pieces": pieces, "bytes": nbytes})
+            for tier, (rank, pieces, nbytes) in sources.items()
+        ]
+        first, *others = [node.id for group in groups for node in group]
+        nearest = f"from:{min(sources, key=lambda tier: sources[tier][0])}"
+        self._parts.decided(
+            Decision(
+                "promote", "", first, "nearest", {"tier": target.name, **inputs, "ms": round(ms, 3)},
+                (*able, Alternative("leave")), nearest, tuple(others),
+            )
+        )  # fmt: skip
 
     def under_way(self, node: Node, tier: Tier) -> bool:
         """Whether this or another live process copies what the tier lacks of a node."""

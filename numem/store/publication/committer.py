@@ -16,6 +16,7 @@ from types import TracebackType
 
 from numem.errors import ClosedError, NumemError, RejectedError, StorageFullError, StoreError
 from numem.store.catalog.catalog import Facts
+from numem.store.catalog.facts import Record
 from numem.store.lance_errors import lance_errors
 from numem.store.publication.publish import QUEUES, NodeJob
 from numem.store.reports import PublishReceipt
@@ -23,6 +24,10 @@ from numem.store.reports import PublishReceipt
 WINDOW_S = 0.1
 # Decisions and observations alone are no reason for a commit of their own ten times a second.
 FACTS_WINDOW_S = 1.0
+# Notes are read by people, later.
+NOTES_WINDOW_S = 5.0
+GROUP_NOTES = 4096
+MOST_NOTES = 16 * GROUP_NOTES
 GROUP_PIECES = 64
 GROUP_BYTES = 512 << 20
 
@@ -35,6 +40,7 @@ class _Group:
 
     jobs: list[NodeJob] = field(default_factory=list)
     facts: Facts = field(default_factory=Facts)
+    notes: list[Record] = field(default_factory=list)
     flushes: "list[Future[None]]" = field(default_factory=list)
     left: int | None = None  # jobs that still join, once the window is closed
     ended: bool = False
@@ -57,6 +63,10 @@ class Committer:
         self._changed = Condition()
         self._queues: dict[str, deque[NodeJob]] = {name: deque() for name in QUEUES}
         self._facts = Facts()
+        self._notes: list[Record] = []
+        self._noted = 0.0  # when the first of them came
+        self._groups = 1  # that ended, and the one to come
+        self.notes_lost = 0
         self._flushes: list[Future[None]] = []
         self._urgent = False
         self._closing = False
@@ -117,12 +127,45 @@ class Committer:
             self._facts.extend(facts)
             self._wake()
 
+    def note(self, record: Record) -> int:
+        """Queue a record that stands in nobody's way: written with a later commit, lost (and counted) where that fails.
+
+        Returns:
+            The number of the group that takes it, see `amend`; 0 where it is lost already.
+        """
+        with self._changed:
+            if self._closing or len(self._notes) >= MOST_NOTES:
+                self.notes_lost += 1
+                return 0
+            self._notes.append(record)
+            if len(self._notes) == 1:
+                self._noted = time.monotonic()
+                self._wake()
+            elif len(self._notes) == GROUP_NOTES:
+                self._urgent = True
+                self._wake()
+            return self._groups
+
+    def amend(self, group: int, change: Callable[[], None]) -> bool:
+        """Change the body of a note whose group has not ended; False, and nothing is changed, where it has."""
+        with self._changed:
+            if group != self._groups:
+                return False
+            change()
+            return True
+
     @property
     def pending_facts(self) -> bool:
         """Whether facts of this process are queued or being committed, as far as the caller could wait for them."""
         with self._changed:
             # A callback of a future runs in this thread, when what was committed with it is durable.
             return (bool(self._facts) or self._busy) and threading.current_thread() != self._thread
+
+    @property
+    def pending(self) -> bool:
+        """The same of facts and notes."""
+        with self._changed:
+            return bool(self._notes) and threading.current_thread() != self._thread or self.pending_facts
 
     @property
     def depth(self) -> int:
@@ -140,7 +183,7 @@ class Committer:
             raise StoreError("flush: called by a callback of a publication, which would wait for itself; use a thread")
         done: Future[None] = Future()
         with self._changed:
-            if self._thread is None and not self._facts and not self._count():
+            if self._thread is None and not self._queued:
                 return
             self._require_open()
             self._flushes.append(done)
@@ -170,18 +213,33 @@ class Committer:
             self._thread.start()
         self._changed.notify_all()
 
+    @property
+    def _queued(self) -> bool:
+        """Whether there is anything to commit."""
+        return bool(self._facts or self._notes or self._count())
+
+    @property
+    def _notes_due(self) -> bool:
+        """Whether a group takes the notes: not each one that publishes something, which would make it longer."""
+        late = len(self._notes) >= GROUP_NOTES or time.monotonic() >= self._noted + NOTES_WINDOW_S
+        return bool(self._notes) and (late or bool(self._flushes) or self._closing)
+
     def _count(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._count() or self._facts or self._flushes or self._closing):
+                while not (self._queued or self._flushes or self._closing):
                     self._changed.wait()
-                until = time.monotonic() + FACTS_WINDOW_S
-                while not (self._count() or self._urgent or self._closing) and until > time.monotonic():
-                    self._changed.wait(until - time.monotonic())
-                if self._closing and not (self._count() or self._facts or self._flushes):
+                began = time.monotonic()
+                while not (self._count() or self._urgent or self._closing):
+                    until = began + FACTS_WINDOW_S if self._facts else self._noted + NOTES_WINDOW_S
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(left)
+                if self._closing and not (self._queued or self._flushes):
                     return
             group = _Group()
             # What a traceback refers to includes the payloads; whoever keeps the error must not keep those.
@@ -249,16 +307,24 @@ class Committer:
             if not group.ended:
                 group.ended = True
                 group.facts, self._facts = self._facts, Facts()
-                self._busy = bool(group.facts)
+                if self._notes_due:
+                    group.notes, self._notes = self._notes, []
+                    self._groups += 1
+                self._busy = bool(group.facts or group.notes)
                 if not self._count():
                     group.flushes, self._flushes = self._flushes, []
                     self._urgent = False
-        return group.facts
+        if not group.notes:
+            return group.facts
+        both = Facts(records=list(group.notes))
+        both.extend(group.facts)
+        return both
 
     def _failed(self, group: _Group, error: NumemError) -> list[TracebackType]:
         traces = _tracebacks(error)
         with self._changed:
-            if not (group.ended or self._facts or self._count()):
+            self.notes_lost += len(group.notes)
+            if not (group.ended or self._queued):
                 group.flushes, self._flushes = self._flushes, []
                 self._urgent = False
             if group.facts:

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from numem.errors import InputError, IntegrityError, QuotaError
+from numem.errors import InputError, IntegrityError, QuotaError, RejectedError
 from numem.identity.digest import Buffer
 from numem.state.node import Node
 from numem.store.catalog.catalog import Facts
@@ -105,7 +105,9 @@ def publish(parts: Session, node: Node, payloads: Sequence[Buffer], queue: str, 
     except QuotaError as error:
         if queue != "cache":
             raise
-        return _refused(parts, error)
+        ticket = _refused(parts, error)
+        _note_drop(parts, node, views, ticket)
+        return ticket
     replicated = parts.writes.replicated(node.id)
     try:
         ticket = parts.captures.publish(node, views, key, queue=queue, capture=capture)
@@ -113,6 +115,8 @@ def publish(parts: Session, node: Node, payloads: Sequence[Buffer], queue: str, 
         entering.set_result(PublishReceipt(node.id))
         raise
     ticket.published.add_done_callback(lambda _: entering.set_result(PublishReceipt(node.id)))
+    if queue == "cache":
+        _note_drop(parts, node, views, ticket)
     if replicated is not None:
         ticket.published.add_done_callback(partial(parts.writes.give_up, node.id, replicated))
     return replace(ticket, replicated=replicated)
@@ -125,6 +129,18 @@ def _refused(parts: Session, error: QuotaError) -> Ticket:
     published.set_exception(error)
     parts.stats.add("captures_rejected", 1)
     return Ticket(False, captured, published)
+
+
+def _note_drop(parts: Session, node: Node, views: Sequence[memoryview], ticket: Ticket) -> None:
+    """Write down that a cache entry was dropped, now or once it is."""
+    nbytes = sum(len(view) for view in views)
+
+    def ended(published: "Future[PublishReceipt]") -> None:
+        error = published.exception()
+        if isinstance(error, RejectedError):
+            parts.drops.dropped(node.id, nbytes, parts.committer.depth, error)
+
+    ticket.published.add_done_callback(ended)
 
 
 def already(parts: Session, id: bytes) -> PublishReceipt:

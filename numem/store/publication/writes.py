@@ -94,18 +94,23 @@ class Writes:
 
     def touched(self, requests: Iterable[Request]) -> None:
         """One read took these pieces."""
-        due = False
+        due, refused = False, 0
         with self._lock:
             for tier in self._selective:
                 waiting, touches = self._read_twice[tier.name], self._touches[tier.name]
                 for request in requests:
-                    if rank_of(request.placement.tier) <= tier.config.rank or not touches.use(request.content):
+                    if rank_of(request.placement.tier) <= tier.config.rank:
+                        continue
+                    if not touches.use(request.content):
+                        refused += 1
                         continue
                     if len(waiting) >= _WAITING:
                         self._parts.stats.add("selective_dropped", 1)
                         continue
                     waiting[request.content] = None
                     due = True
+        if refused:
+            self._parts.stats.add("selective_refused", refused)
         if due:
             self._signal()
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping
 from os import PathLike
 
@@ -23,12 +24,15 @@ from numem.store.payload.objects import Objects
 from numem.store.payload.tier import Tier, TierConfig, WriterLock
 from numem.store.publication.capture import PublicationLimits
 from numem.store.publication.spool import Spool
+from numem.store.reading.lookups import KIND as LOOKUPS
+from numem.store.reading.lookups import added
 from numem.store.session import Session
 from numem.store.upkeep.archive import KIND as ARCHIVED
 from numem.store.upkeep.catalog_check import CatalogCheck
 from numem.store.upkeep.findings import DoctorReport, Finding, RepairReport, Severity, some
 from numem.store.upkeep.mend import Mender, step_back
 from numem.store.upkeep.recovery import ORPHAN_GRACE_S
+from numem.store.upkeep.unread import described, unread
 from numem.store.upkeep.volume_check import VolumeCheck
 from numem.store.workspace import Workspace
 
@@ -85,6 +89,7 @@ def _diagnose(work: Workspace, storage_options: Mapping[str, str] | None) -> Doc
         volumes += check.volumes
         lacking.update(check.lacking)
     findings += catalog.cross_check(lacking, archived)
+    findings += _unread(catalog)
     staged, found = _spool(work)
     findings += found
     for name, count in ledger.faults().items():
@@ -136,6 +141,14 @@ def repair(
         parts.close()
     after = diagnose(home, tiers=tiers, node=node, local=local, storage_options=storage_options)
     return RepairReport(before, after, (*done, *mender.done), (*lost, *mender.lost))
+
+
+def _unread(catalog: CatalogCheck) -> list[Finding]:
+    """State that was written and never found."""
+    written = ((row["subject"], json.loads(row["body"])) for row in catalog.rows("records") if row["kind"] == LOOKUPS)
+    scopes = Counter(row["scope"] for row in catalog.nodes.values())
+    alarms = unread(scopes, added(written), described(catalog.rows("identities")))
+    return [Finding(Severity.NOTE, f"scope {one.scope.hex()[:16]}", one.what, one.remedy) for one in alarms]
 
 
 def running(work: Workspace, number: int) -> bool:

@@ -1,0 +1,367 @@
+"""The scheduler with preemption, cancellation at every point, a memory and a residency."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from numem import LM, Memory
+from numem.identity.chain import CHUNK_TOKENS
+from numem.policy.decision import Decision
+from numem.runtime.arrivals import Arrivals
+from numem.runtime.request import Finish, Request, Token
+from numem.runtime.residency import Residency
+from numem.runtime.sampling import Sampler
+from numem.runtime.scheduler import Scheduler
+from tests.scheduler_fixtures import check, drive, empty, prompt, same_as_alone, step
+
+Make = Callable[..., Scheduler]
+
+
+@pytest.fixture
+def make(tiny_lm: LM) -> Iterator[Make]:
+    made: list[Scheduler] = []
+    arrivals: list[Arrivals] = []
+
+    def build(
+        capacity: int = 4, *, pages: int = 200, policy: str = "", keep: bool = False, **options: Any
+    ) -> Scheduler:
+        session = tiny_lm.session(pages=pages, debug=True)
+        memory = options.get("memory")
+        if policy:
+            arrivals.append(Arrivals(session, memory, policy=policy))
+            options["arrivals"] = arrivals[-1]
+        if keep:
+            options["residency"] = Residency(session.engine)
+        made.append(Scheduler(session, capacity, **options))
+        return made[-1]
+
+    yield build
+    for scheduler in made:
+        scheduler.close()
+        if scheduler.residency is not None:
+            scheduler.residency.clear()
+        empty(scheduler)
+    for one in arrivals:
+        one.close()
+
+
+def published(memory: Memory) -> list[tuple[int, int]]:
+    memory.flush()
+    return sorted((node.start, node.count) for node in memory.nodes())
+
+
+# preemption
+
+
+@pytest.mark.parametrize("rows", ["none", "prefill", "decode", "twice"])
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_preempted_sequence_goes_on_as_if_nothing_happened(
+    tiny_lm: LM, make: Make, memory: Memory, rows: str, durable: bool
+) -> None:
+    """Bytes, logits and tokens as alone; tokens are told once; rows that came again are counted apart (vllm#25780)."""
+    told: list[Token] = []
+    scheduler = make(
+        2, memory=memory if durable else None, policy="restore" if durable else "recompute", on_token=told.append
+    )
+    request = Request("a", prompt(600), 12, Sampler(temperature=0.7, seed=5), witness=True)
+    scheduler.submit(request)
+    scheduler.submit(Request("b", prompt(50, seed=1), 40, witness=True))
+    step(scheduler, {"none": 0, "prefill": 2, "decode": 7, "twice": 7}[rows])
+    assert scheduler.preempt("a") is (rows != "none")
+    check(scheduler)
+    early = []
+    if rows == "twice":
+        while not [t for t in told if t.request_id == "a" and t.index == 6]:
+            early += step(scheduler)
+        assert scheduler.preempt("a")
+    outcomes = {o.request.id: o for o in early} | drive(scheduler)
+    a = outcomes["a"]
+    same_as_alone(tiny_lm, a)
+    same_as_alone(tiny_lm, outcomes["b"])
+    assert [t.index for t in told if t.request_id == "a"] == list(range(12))
+    assert a.preempted == {"none": 0, "prefill": 1, "decode": 1, "twice": 2}[rows]
+    held = {"none": 0, "prefill": 512, "decode": 604, "twice": 604 + 606}[rows]
+    assert sum(a.again.values()) == held
+    assert a.computed == 600
+    if durable and held:
+        assert a.again["restored"] == 512 * a.preempted
+        assert published(memory)[:2] == [(0, 256), (256, 256)]
+    else:
+        assert set(a.again) <= {"computed"}
+
+
+def test_a_higher_priority_takes_pages_and_lane(tiny_lm: LM, make: Make) -> None:
+    """The lowest priority goes first, of equals the latest; only as many as it takes, and only if it then fits."""
+    kept: list[Decision] = []
+
+    class Log:
+        def record(self, decision: Decision) -> str:
+            kept.append(decision)
+            return "00"
+
+    scheduler = make(3, pages=12, decisions=Log())
+    for name, priority in (("low", 0), ("mid", 1), ("late", 1)):
+        scheduler.submit(Request(name, prompt(40, seed=ord(name[0])), 20, priority=priority, witness=True))
+    step(scheduler, 4)
+    assert scheduler.running == ("mid", "late", "low")
+    scheduler.submit(Request("same", prompt(20, seed=5), 4, priority=0))
+    step(scheduler)
+    assert scheduler.running == ("mid", "late", "low")
+    scheduler.submit(Request("high", prompt(60, seed=7), 30, priority=2, witness=True))
+    step(scheduler)
+    assert list(scheduler.running) == ["mid", "high"]
+    (preemption,) = [d for d in kept if d.kind == "preempt"]
+    assert preemption.request == "high" and preemption.chosen.terms == {"sequences": 2}
+    scheduler.submit(Request("huge", prompt(150, seed=8), 30, priority=1))
+    outcomes = drive(scheduler)
+    assert (outcomes["low"].preempted, outcomes["late"].preempted, outcomes["mid"].preempted) == (1, 1, 0)
+    for name in ("low", "mid", "late", "high"):
+        same_as_alone(tiny_lm, outcomes[name])
+
+
+def test_half_the_pages(tiny_lm: LM, make: Make) -> None:
+    """With room for half of them all finish, exact."""
+    scheduler = make(6, pages=18)
+    requests = [Request(str(i), prompt(60, seed=i), 30, priority=i, witness=True) for i in range(6)]
+    for request in requests:
+        scheduler.submit(request)
+        step(scheduler, 3)
+    outcomes = drive(scheduler)
+    assert sum(o.preempted for o in outcomes.values()) > 0
+    for outcome in outcomes.values():
+        same_as_alone(tiny_lm, outcome)
+
+
+# cancellation
+
+POINTS = ("submitted", "waiting", "following", "arriving", "loading", "decoding", "preempted", "samples", "told")
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_cancellation_at_every_point(tiny_lm: LM, make: Make, memory: Memory, point: str, keep: bool) -> None:
+    """The sequence ends as cancelled with what it has, the others are as if alone, no page is lost."""
+    with tiny_lm.session().start(prompt(600)) as c:
+        c.publish(memory).wait()
+    told: list[Token] = []
+    scheduler = make(
+        2, memory=memory, policy="restore", keep=keep, max_batched_tokens=64, prefill_chunk=64, on_token=told.append
+    )
+    seed = 0 if point == "loading" else 3
+    samples = 3 if point == "samples" else 1
+    subject = Request("x", prompt(600, seed=seed), 8, samples=samples, publish=point == "decoding", witness=True)
+    other = Request("o", prompt(70, seed=1), 30, witness=True)
+    if point == "waiting":
+        scheduler.submit(Request("p", prompt(40, seed=2), 20, witness=True))
+    if point == "following":
+        scheduler.submit(Request("p", (*prompt(600, seed=3)[:500], 1, 2), 4, witness=True))
+    scheduler.submit(other)
+    step(scheduler, 2)
+    scheduler.submit(subject)
+    if point == "waiting" or point == "following":
+        step(scheduler)
+        assert "x" in scheduler.waiting
+    elif point in ("arriving", "loading"):
+        step(scheduler)
+        assert "x" in scheduler.running
+    elif point in ("decoding", "preempted", "told"):
+        while not [t for t in told if t.request_id == "x" and t.index == 2]:
+            step(scheduler)
+        if point == "preempted":
+            assert scheduler.preempt("x")
+    elif point == "samples":
+        while not [t for t in told if t.request_id == "x" and t.index == 2]:
+            step(scheduler)
+        assert "x" in scheduler.running and "x" in scheduler.waiting
+    assert scheduler.cancel("x") and not scheduler.cancel("x")
+    check(scheduler)
+    outcomes = drive(scheduler)
+    mine = [o for o in outcomes.values() if o.request.id == "x"]
+    assert len(mine) == samples and {o.finish for o in mine} == {Finish.CANCELLED}
+    if point in ("decoding", "preempted", "told"):
+        assert len(mine[0].generated) == 3
+    assert len([t for t in told if t.request_id == "x"]) == sum(len(o.generated) for o in mine)
+    for outcome in outcomes.values():
+        if outcome.request.id != "x":
+            same_as_alone(tiny_lm, outcome)
+
+
+def test_cancellation_from_the_callback(make: Make) -> None:
+    scheduler = make(3)
+    scheduler._on_token = lambda token: scheduler.cancel("b") if token.index == 2 else None  # type: ignore[assignment]
+    outcomes = drive(scheduler, [Request(name, prompt(20, seed=ord(name)), 9) for name in "abc"])
+    assert outcomes["b"].finish is Finish.CANCELLED and len(outcomes["b"].generated) == 3
+    assert outcomes["a"].finish is Finish.LENGTH
+
+
+def test_close_gives_everything_back(make: Make, memory: Memory) -> None:
+    scheduler = make(3, memory=memory)
+    for i in range(5):
+        scheduler.submit(Request(str(i), prompt(300, seed=i), 2 + i * 9, publish=True))
+    step(scheduler, 7)
+    scheduler.close()
+    empty(scheduler)
+
+
+# restoring and publishing
+
+
+@pytest.mark.parametrize(
+    ("policy", "lanes"), [("restore", 1), ("restore", 4), ("recompute", 4), ("two-ended", 4), ("measured", 1)]
+)
+def test_cold_restored_and_batched_are_equal(tiny_lm: LM, make: Make, memory: Memory, lanes: int, policy: str) -> None:
+    """vllm#40896, sglang#34683: cold, restored, and in any number of lanes: equal bytes, and the rows were restored."""
+    ids = prompt(1100)
+    cold = drive(make(1), [Request("x", ids, 6, witness=True)])["x"]
+    same_as_alone(tiny_lm, cold)
+    with tiny_lm.session().start(ids) as c:
+        c.publish(memory).wait()
+    scheduler = make(lanes, pages=400, memory=memory, policy=policy)
+    others = [Request(str(i), (*ids[: 300 * i + 10], 7, i), 6, witness=True) for i in range(3)]
+    outcomes = drive(scheduler, [Request("x", ids, 6, witness=True), *others])
+    if policy == "restore":
+        assert outcomes["x"].restored == 1099 and outcomes["x"].restore.tokens == 1099
+    if policy == "recompute":
+        assert outcomes["x"].restored == 0
+    assert outcomes["x"].generated == cold.generated
+    assert outcomes["x"].kv is not None and cold.kv is not None
+    assert outcomes["x"].kv.tobytes() == cold.kv.tobytes()
+    assert [r.tobytes() for r in outcomes["x"].logits] == [r.tobytes() for r in cold.logits]
+    for outcome in outcomes.values():
+        same_as_alone(tiny_lm, outcome)
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 512, 513])
+def test_a_full_hit_leaves_one_token(tiny_lm: LM, make: Make, memory: Memory, length: int) -> None:
+    """vllm#11186, vllm#55113, UCM#1130: all of the prompt is durable, and its last token is evaluated."""
+    with tiny_lm.session().start((*prompt(length), 1)) as c:
+        c.publish(memory).wait()
+    (outcome,) = drive(
+        make(1, memory=memory, policy="restore"), [Request("x", prompt(length), 4, witness=True)]
+    ).values()
+    assert (outcome.restored, outcome.computed) == (length - 1, 1)
+    same_as_alone(tiny_lm, outcome)
+
+
+def test_a_chunk_left_in_the_middle_gives_its_shared_pages(tiny_lm: LM, make: Make, memory: Memory) -> None:
+    ids = prompt(600)
+    with tiny_lm.session().start(ids) as c:
+        c.publish(memory).wait()
+    parting = (*ids[:300], (ids[300] + 1) % 256, *prompt(40, seed=6))
+    (outcome,) = drive(make(1, memory=memory, policy="restore"), [Request("x", parting, 4, witness=True)]).values()
+    assert outcome.restored == 288 and outcome.computed == len(parting) - 288
+    same_as_alone(tiny_lm, outcome)
+
+
+@pytest.mark.parametrize(
+    ("length", "new", "chunks"),
+    [
+        (256, 1, [(0, 256)]),
+        (256, 2, [(0, 256)]),
+        (255, 2, [(0, 256)]),
+        (250, 40, [(0, 256), (256, 33)]),
+        (500, 30, [(0, 256), (256, 256), (512, 17)]),
+        (20, 5, [(0, 24)]),
+    ],
+)
+def test_chunks_are_published_once_and_whole(
+    tiny_lm: LM, make: Make, memory: Memory, length: int, new: int, chunks: list[tuple[int, int]]
+) -> None:
+    """lmcache#653: the boundary advances by the chunk; a token after a full chunk is no chunk."""
+    scheduler = make(1, memory=memory)
+    (outcome,) = drive(scheduler, [Request("x", prompt(length), new, publish=True, witness=True)]).values()
+    assert outcome.finish is Finish.LENGTH and not outcome.error
+    assert published(memory) == chunks
+    same_as_alone(tiny_lm, outcome)
+    again = make(1, memory=memory, policy="restore")
+    tokens = (*prompt(length), *outcome.generated)
+    (more,) = drive(again, [Request("y", (*tokens, 3), 4, witness=True)]).values()
+    assert more.restored == sum(count for _, count in chunks)
+    same_as_alone(tiny_lm, more)
+
+
+def test_publication_goes_on_beside_decoding(tiny_lm: LM, make: Make, memory: Memory) -> None:
+    """The lane is free at once; the outcome comes when the state is durable; its pages are leased until captured."""
+    scheduler = make(1, memory=memory)
+    scheduler.submit(Request("a", prompt(300), 2, publish=True))
+    scheduler.submit(Request("b", prompt(30, seed=1), 5, witness=True))
+    while "a" in scheduler.running or "a" in scheduler.waiting:
+        assert step(scheduler) == []
+    outcomes = drive(scheduler)
+    assert list(published(memory)) == [(0, 256), (256, 45)]
+    assert outcomes["a"].error == "" and outcomes["a"].finish is Finish.LENGTH
+    same_as_alone(tiny_lm, outcomes["b"])
+
+
+def test_a_failed_publication_is_in_the_outcome(make: Make, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    from numem.errors import StoreError
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise StoreError("the disk is gone")
+
+    scheduler = make(1, memory=memory)
+    monkeypatch.setattr(memory, "publish", refuse)
+    (outcome,) = drive(scheduler, [Request("x", prompt(300), 3, publish=True)]).values()
+    assert outcome.finish is Finish.LENGTH and len(outcome.generated) == 3
+    assert outcome.error == "publish: the disk is gone"
+
+
+def test_a_failed_arrival_ends_its_sequence(
+    tiny_lm: LM, make: Make, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = make(2, memory=memory)
+    begin = scheduler._admission._arrivals.begin
+
+    def fail(route: Any, tokens: Any, **options: Any) -> Any:
+        if options["request"] == "bad":
+            scheduler.engine.release(route)
+            raise OSError("no such tier")
+        return begin(route, tokens, **options)
+
+    monkeypatch.setattr(scheduler._admission._arrivals, "begin", fail)
+    outcomes = drive(scheduler, [Request("bad", prompt(60), 4), Request("b", (*prompt(50), 1, 2), 4, witness=True)])
+    assert (outcomes["bad"].finish, outcomes["bad"].error) == (Finish.ERROR, "no such tier")
+    same_as_alone(tiny_lm, outcomes["b"])
+
+
+# kept routes
+
+
+def test_kept_routes_serve_the_next_prompt(tiny_lm: LM, make: Make) -> None:
+    """A conversation's next turn starts from the pages of the last one, at token granularity."""
+    scheduler = make(1, keep=True)
+    (first,) = drive(scheduler, [Request("1", prompt(100), 10, witness=True)]).values()
+    turn = (*prompt(100), *first.generated, *prompt(9, seed=3))
+    (second,) = drive(scheduler, [Request("2", turn, 5, witness=True)]).values()
+    assert second.shared == 109 and second.computed == 10
+    same_as_alone(tiny_lm, second)
+
+
+def test_kept_routes_go_when_pages_are_needed(tiny_lm: LM, make: Make) -> None:
+    scheduler = make(2, pages=20, keep=True)
+    for i in range(8):
+        outcomes = drive(scheduler, [Request(str(i), prompt(90 + i, seed=i), 20, witness=True)])
+        same_as_alone(tiny_lm, outcomes[str(i)])
+    assert scheduler.residency is not None and scheduler.residency.evicted >= 5
+    stats = scheduler.engine.pool.stats()
+    assert stats.reserved == 0 and stats.free + stats.resident == 20
+
+
+def test_published_routes_are_durable_to_the_residency(make: Make, memory: Memory) -> None:
+    scheduler = make(1, memory=memory, keep=True)
+    drive(scheduler, [Request("x", prompt(300), 3, publish=True)])
+    assert scheduler.residency is not None
+    (holder,) = scheduler.residency.snapshot().holders
+    assert holder.durable and not holder.leased
+
+
+def test_outcome_fields_are_those_of_its_sequence(make: Make, memory: Memory) -> None:
+    """Restored rows and bytes are per sequence; samples do not share an outcome."""
+    scheduler = make(4, memory=memory)
+    outcomes = drive(scheduler, [Request("s", prompt(CHUNK_TOKENS + 5), 3, samples=2)])
+    one, two = outcomes["s#0"], outcomes["s#1"]
+    assert one is not two and one.restore is not two.restore
+    assert dataclasses.asdict(one.restore)["tokens"] == 0
+    assert (one.shared, two.shared) == (0, CHUNK_TOKENS + 5)
