@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from numem import LM
+from numem.runtime.lanes.scheduler import Scheduler
 from numem.runtime.request import Outcome, Request
-from numem.runtime.scheduler import Scheduler
 
 
 class Clock:

@@ -12,8 +12,8 @@ import numpy as np
 from numem import LM, Memory
 from numem.errors import CapacityError, DeadlineError, IntegrityError, StorageFullError, StoreError
 from numem.runtime.engine import pages_for_lanes
-from numem.runtime.pages import layers_of
-from numem.runtime.pool import PagePool
+from numem.runtime.paging.pages import layers_of
+from numem.runtime.paging.pool import PagePool
 from numem.runtime.sampling import Sampler
 from numem.state.groups import Floor
 from numem.state.spec import StateSpec

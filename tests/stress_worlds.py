@@ -12,14 +12,14 @@ from numem.errors import CapacityError, OutOfPlanError, StorageFullError
 from numem.lineage.decisions import DecisionLog
 from numem.policy import NAMES
 from numem.policy.costs import Costs
-from numem.runtime.arrivals import POLICIES, Arrivals
 from numem.runtime.continuation import Continuation
 from numem.runtime.engine import Rows
-from numem.runtime.pages import PageStorage
+from numem.runtime.lanes.scheduler import Scheduler
+from numem.runtime.paging.pages import PageStorage
+from numem.runtime.paging.residency import Residency
 from numem.runtime.request import Finish, Outcome, Request, Token
-from numem.runtime.residency import Residency
+from numem.runtime.restore.arrivals import POLICIES, Arrivals
 from numem.runtime.sampling import Sampler
-from numem.runtime.scheduler import Scheduler
 from numem.state.groups import Floor
 from tests.stress_fixtures import (
     LANES,

@@ -19,7 +19,7 @@ from numem.job.batch import Batch, Item, save_batch
 from numem.job.model_free import DTYPE, SPEC, identity
 from numem.job.record import silent
 from numem.job.sharing import Prefix
-from numem.runtime.chunks import chunk_node
+from numem.runtime.restore.chunks import chunk_node
 from tests.dagster_fixtures import deployment, materialisation, metadata, model_directory, table
 
 

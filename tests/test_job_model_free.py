@@ -12,7 +12,7 @@ from numem import Memory
 from numem.errors import IntegrityError
 from numem.identity.chain import plan
 from numem.job.model_free import identity, node_of, payload_of, run_model_free
-from numem.runtime.prefix import lookup
+from numem.runtime.restore.prefix import lookup
 
 ROOT = Path(__file__).parent.parent
 METRICS = {

@@ -22,9 +22,9 @@ from numem.job.prompts import read_prompts
 from numem.job.reports import Summary
 from numem.job.run import run_job
 from numem.job.settings import ARRIVALS, Decoding
-from numem.runtime.arrivals import POLICIES
 from numem.runtime.continuation import Session
 from numem.runtime.request import Outcome
+from numem.runtime.restore.arrivals import POLICIES
 from numem.runtime.sampling import Sampler
 from tests.dagster_fixtures import passage, table
 from tests.job_workers import killed_run

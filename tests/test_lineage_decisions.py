@@ -14,7 +14,7 @@ from numem.identity.fingerprint import Identity, NumericPolicy
 from numem.lineage.decisions import DecisionLog
 from numem.lineage.explain import explain
 from numem.policy.decision import Alternative, Decision, Measured, Recorded, Regret
-from numem.runtime.prefix import lookup
+from numem.runtime.restore.prefix import lookup
 from numem.store.catalog import compact
 from numem.store.memory import PublicationLimits
 from numem.store.publication import committer, drops

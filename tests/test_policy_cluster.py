@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numem.errors import InputError
-from numem.policy.cluster import Stored, Wish, Worker, candidates, declined, rank, required_pages
-from numem.policy.cluster_events import (
+from numem.policy.cluster.events import (
     Accept,
     After,
     Assignment,
@@ -28,10 +27,11 @@ from numem.policy.cluster_events import (
     Timer,
     Withdraw,
 )
-from numem.policy.cluster_router import Phase, Router, transition
-from numem.policy.cluster_sim import FAULTS, Fault, Simulator, replay
-from numem.policy.cluster_worker import Serving
-from numem.policy.cluster_worker import transition as work
+from numem.policy.cluster.ranking import Stored, Wish, Worker, candidates, declined, rank, required_pages
+from numem.policy.cluster.router import Phase, Router, transition
+from numem.policy.cluster.simulator import FAULTS, Fault, Simulator, replay
+from numem.policy.cluster.worker import Serving
+from numem.policy.cluster.worker import transition as work
 from numem.policy.costs import TierCost
 
 FP = "model"

@@ -4,8 +4,8 @@ import pytest
 
 from numem.errors import CapacityError, InputError
 from numem.policy import DEFAULT, NAMES, Key, Policy, make
-from numem.policy.admission import SecondTouch
-from numem.policy.history import History
+from numem.policy.eviction.admission import SecondTouch
+from numem.policy.eviction.history import History
 
 
 def use(policy: Policy, key: str, size: int = 1, cost: float = 1.0, parent: str | None = None) -> str:

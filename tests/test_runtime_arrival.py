@@ -12,12 +12,12 @@ from numem import LM, Memory, load_lm
 from numem.errors import CapacityError, IntegrityError, StoreError
 from numem.lineage.decisions import DecisionLog
 from numem.policy.costs import Configured, Costs, TierCost
-from numem.runtime.arrival import Arrival
-from numem.runtime.arrivals import Arrivals
 from numem.runtime.continuation import Continuation, Session
 from numem.runtime.engine import pages_for_lanes
-from numem.runtime.loader import Loader
-from numem.runtime.measured import costs_path
+from numem.runtime.restore.arrival import Arrival
+from numem.runtime.restore.arrivals import Arrivals
+from numem.runtime.restore.loader import Loader
+from numem.runtime.restore.measured import costs_path
 from numem.store.reports import ReadReport
 from tests.model_fixtures import tiny_model
 from tests.test_runtime_exact import prompt

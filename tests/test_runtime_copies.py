@@ -12,10 +12,10 @@ from numem.errors import IntegrityError, NotFoundError, UnsupportedModelError
 from numem.identity.chain import plan
 from numem.identity.digest import content_id
 from numem.kernels import native
-from numem.runtime.chunks import chunk_node
-from numem.runtime.kv import Restored, fetch
-from numem.runtime.pages import PageStorage, kv_spec
-from numem.runtime.prefix import lookup
+from numem.runtime.paging.pages import PageStorage, kv_spec
+from numem.runtime.restore.chunks import chunk_node
+from numem.runtime.restore.kv import Restored, fetch
+from numem.runtime.restore.prefix import lookup
 from numem.state.groups import Group
 from numem.state.spec import Slab, StateSpec
 from tests.model_fixtures import edit_json, tiny_model

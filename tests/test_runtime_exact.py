@@ -7,9 +7,9 @@ from numem import LM, Memory
 from numem.identity.chain import plan
 from numem.runtime.continuation import Continuation
 from numem.runtime.engine import pages_for_lanes
-from numem.runtime.prefix import lookup
+from numem.runtime.lanes.scheduler import Scheduler
 from numem.runtime.request import Request
-from numem.runtime.scheduler import Scheduler
+from numem.runtime.restore.prefix import lookup
 
 LENGTHS = (1, 2, 15, 16, 17, 255, 256, 257, 511, 512, 513, 2049)
 STEPS = 8
@@ -207,7 +207,7 @@ def test_first_hole_ends_the_match(tiny_lm: LM, memory: Memory) -> None:
     session = tiny_lm.session(pages=pages_for_lanes(2, 1040))
     chunks = plan(tiny_lm.identity.scope, ids)
     with session.start(ids) as c:
-        from numem.runtime.kv import capture
+        from numem.runtime.restore.kv import capture
 
         found = capture(memory, session.engine, tiny_lm.identity, ids, c.route)
     for index in (0, 1, 3):
@@ -353,7 +353,7 @@ def test_waiting_tells_of_other_bytes_under_the_same_id(tiny_lm: LM, memory: Mem
         first.publish(memory).wait()
         content = memory.nodes()[0].pieces[0]
         session.engine.storage.k[:, second.route.pages[0]] += 1
-        from numem.runtime.kv import capture
+        from numem.runtime.restore.kv import capture
 
         class Forgetful:
             """The memory as another process saw it before the first publication."""

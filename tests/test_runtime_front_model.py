@@ -16,10 +16,10 @@ from numem.models.conversation import Conversation
 from numem.runtime.continuation import Session
 from numem.runtime.engine import Rows, pages_for_lanes
 from numem.runtime.front import Runtime
-from numem.runtime.pages import PageStorage
+from numem.runtime.lanes.scheduler import Scheduler
+from numem.runtime.paging.pages import PageStorage
 from numem.runtime.request import Finish, Request, Token
 from numem.runtime.sampling import Sampler
-from numem.runtime.scheduler import Scheduler
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from numem.errors import InputError
-from numem.runtime.iteration import Demand, Kind, Limits, plan_iteration, plan_lanes
+from numem.runtime.lanes.iteration import Demand, Kind, Limits, plan_iteration, plan_lanes
 
 
 def test_budget_66() -> None:

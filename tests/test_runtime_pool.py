@@ -3,7 +3,7 @@
 import pytest
 
 from numem.errors import CapacityError, InputError, LeaseError
-from numem.runtime.pool import PagePool, Reservation, Route
+from numem.runtime.paging.pool import PagePool, Reservation, Route
 
 
 def grow(pool: PagePool, route: Route, count: int) -> Reservation:

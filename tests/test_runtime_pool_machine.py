@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from numem.errors import CapacityError, LeaseError
-from numem.runtime.pool import Capacity, PageLease, PagePool, Reservation, Route
+from numem.runtime.paging.pool import Capacity, PageLease, PagePool, Reservation, Route
 
 PAGE, PAGES = 4, 10
 

@@ -6,8 +6,8 @@ import torch
 
 from numem.errors import CapacityError, InputError, IntegrityError, LeaseError, OutOfPlanError
 from numem.runtime.engine import Engine, Rows, Span
-from numem.runtime.pages import PageStorage, kv_spec
-from numem.runtime.pool import PagePool, Route
+from numem.runtime.paging.pages import PageStorage, kv_spec
+from numem.runtime.paging.pool import PagePool, Route
 from numem.state.groups import Floor
 
 

@@ -14,15 +14,15 @@ from numem.errors import InputError, LeaseError
 from numem.identity.chain import boundary_id, common_tokens
 from numem.policy import NAMES
 from numem.policy.decision import Decision
-from numem.runtime import page_tree
 from numem.runtime.engine import Engine, Rows
-from numem.runtime.page_tree import PageTree
-from numem.runtime.pages import PageStorage, kv_spec
-from numem.runtime.pool import Route
+from numem.runtime.lanes.scheduler import Scheduler
+from numem.runtime.paging import page_tree
+from numem.runtime.paging.page_tree import PageTree
+from numem.runtime.paging.pages import PageStorage, kv_spec
+from numem.runtime.paging.pool import Route
+from numem.runtime.paging.residency import Residency
+from numem.runtime.paging.room import NAMED
 from numem.runtime.request import Request
-from numem.runtime.residency import Residency
-from numem.runtime.room import NAMED
-from numem.runtime.scheduler import Scheduler
 from numem.state.groups import Floor
 
 SCOPE = bytes(range(32))

@@ -10,8 +10,8 @@ import torch
 from numem import LM
 from numem.errors import CapacityError, ClosedError, ContextLengthError, InputError
 from numem.runtime.engine import pages_for_lanes
+from numem.runtime.lanes.scheduler import Scheduler
 from numem.runtime.request import Finish, Request
-from numem.runtime.scheduler import Scheduler
 from tests.scheduler_fixtures import Clock, check, drive, empty, prompt, same_as_alone, step
 
 Make = Callable[..., Scheduler]

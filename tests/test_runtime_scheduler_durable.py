@@ -9,11 +9,11 @@ import pytest
 from numem import LM, Memory
 from numem.identity.chain import CHUNK_TOKENS
 from numem.policy.decision import Decision
-from numem.runtime.arrivals import Arrivals
+from numem.runtime.lanes.scheduler import Scheduler
+from numem.runtime.paging.residency import Residency
 from numem.runtime.request import Finish, Request, Token
-from numem.runtime.residency import Residency
+from numem.runtime.restore.arrivals import Arrivals
 from numem.runtime.sampling import Sampler
-from numem.runtime.scheduler import Scheduler
 from tests.scheduler_fixtures import check, drive, empty, prompt, same_as_alone, step
 
 Make = Callable[..., Scheduler]

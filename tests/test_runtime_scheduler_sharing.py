@@ -7,9 +7,9 @@ import pytest
 
 from numem import LM
 from numem.errors import InputError
+from numem.runtime.lanes.scheduler import Scheduler
 from numem.runtime.request import Finish, Request, Token
 from numem.runtime.sampling import Sampler
-from numem.runtime.scheduler import Scheduler
 from tests.scheduler_fixtures import Clock, check, drive, empty, prompt, same_as_alone, step
 
 Make = Callable[..., Scheduler]

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from numem import LM, Memory, load_lm
-from numem.runtime.arrivals import Arrivals
+from numem.runtime.lanes.scheduler import Scheduler
+from numem.runtime.paging.residency import Residency
 from numem.runtime.request import Outcome, Request
-from numem.runtime.residency import Residency
-from numem.runtime.scheduler import Scheduler
+from numem.runtime.restore.arrivals import Arrivals
 from tests.model_fixtures import tiny_model
 from tests.scheduler_fixtures import drive, empty, prompt, step
 

@@ -12,8 +12,8 @@ from numem.identity.chain import CHUNK_TOKENS, plan
 from numem.kernels import native
 from numem.runtime.continuation import Continuation, Session
 from numem.runtime.engine import pages_for_lanes
-from numem.runtime.kv import group_rows, held_rows, hit_bytes
-from numem.runtime.prefix import lookup, select
+from numem.runtime.restore.kv import group_rows, held_rows, hit_bytes
+from numem.runtime.restore.prefix import lookup, select
 from numem.state.groups import floor_of
 from numem.state.load import load_plan
 from numem.store.catalog.catalog import Facts
@@ -224,7 +224,7 @@ def test_a_part_that_turns_out_bad_ends_the_prefix_of_all_groups(
 
 def test_rows_that_are_resident_leave_no_gap(five_to_one: LM, checked: Session, memory: Memory) -> None:
     """A restore on top of shared rows: floors only where rows are missing between them and what was loaded."""
-    from numem.runtime.kv import load
+    from numem.runtime.restore.kv import load
 
     ids = prompt(1025)
     scope, spec = five_to_one.identity.scope, five_to_one.decoder.spec

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numem.errors import InputError, ManifestError
 from numem.identity.canonical import canonical_json
 from numem.identity.chain import plan
-from numem.runtime.chunks import chunk_node, has_layout
-from numem.runtime.pages import kv_spec, layers_of
+from numem.runtime.paging.pages import kv_spec, layers_of
+from numem.runtime.restore.chunks import chunk_node, has_layout
 from numem.state.groups import Floor, Group, first_attended, floor_of
 from numem.state.load import load_plan, needed_groups, window_floors
 from numem.state.manifest import Manifest

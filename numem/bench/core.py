@@ -14,9 +14,9 @@ from numem.bench.text import tokens
 from numem.identity.chain import plan
 from numem.identity.digest import content_id
 from numem.models.lm import LM, load_lm
-from numem.runtime.chunks import chunk_node
-from numem.runtime.pages import kv_spec
-from numem.runtime.prefix import lookup
+from numem.runtime.paging.pages import kv_spec
+from numem.runtime.restore.chunks import chunk_node
+from numem.runtime.restore.prefix import lookup
 from numem.store.memory import Memory
 
 MODEL = "smollm2-135m-instruct"

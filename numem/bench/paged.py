@@ -15,8 +15,8 @@ from numem.bench.text import tokens
 from numem.errors import InputError
 from numem.identity.chain import plan
 from numem.runtime.continuation import Session
-from numem.runtime.kv import Restored, load
-from numem.runtime.prefix import lookup
+from numem.runtime.restore.kv import Restored, load
+from numem.runtime.restore.prefix import lookup
 from numem.runtime.sampling import GREEDY
 from numem.store.memory import Memory
 

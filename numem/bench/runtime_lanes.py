@@ -11,10 +11,10 @@ from numem.bench.pairs import figure, interleaved, median_ms, ratios
 from numem.bench.text import tokens
 from numem.runtime.continuation import Session
 from numem.runtime.engine import Decoder, Rows, pages_for_lanes
-from numem.runtime.pages import PageStorage
+from numem.runtime.lanes.scheduler import Scheduler
+from numem.runtime.paging.pages import PageStorage
+from numem.runtime.paging.residency import Residency
 from numem.runtime.request import Request, Token
-from numem.runtime.residency import Residency
-from numem.runtime.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from numem.models.lm import LM

@@ -6,7 +6,7 @@ from typing import Any
 
 from numem.bench.pairs import figure
 from numem.bench.store_read import quartiles
-from numem.runtime.pool import PagePool, Route
+from numem.runtime.paging.pool import PagePool, Route
 
 BAR_US = 20
 

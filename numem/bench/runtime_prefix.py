@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from numem.bench.pairs import figure, interleaved, ratios
 from numem.bench.text import tokens
 from numem.runtime.engine import pages_for_lanes
+from numem.runtime.lanes.scheduler import Scheduler
+from numem.runtime.paging.residency import Residency
 from numem.runtime.request import Request
-from numem.runtime.residency import Residency
-from numem.runtime.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from numem.models.lm import LM

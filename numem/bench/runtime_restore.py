@@ -14,10 +14,10 @@ from numem.identity.chain import CHUNK_TOKENS, plan
 from numem.policy.costs import Costs
 from numem.policy.decision import Decision, regret
 from numem.policy.two_ended import Piece, simulate
-from numem.runtime.arrivals import Arrivals
 from numem.runtime.continuation import Session
+from numem.runtime.lanes.scheduler import Scheduler
 from numem.runtime.request import Request
-from numem.runtime.scheduler import Scheduler
+from numem.runtime.restore.arrivals import Arrivals
 
 if TYPE_CHECKING:
     from numem.models.lm import LM

@@ -18,8 +18,8 @@ from typing import Any
 
 from numem.errors import InputError
 from numem.policy import NAMES, make
-from numem.policy.admission import SecondTouch
-from numem.policy.protocol import nothing
+from numem.policy.eviction.admission import SecondTouch
+from numem.policy.eviction.protocol import nothing
 
 CAPACITIES = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000)
 

@@ -21,14 +21,14 @@ from numem.job.reports import DecodedReport
 from numem.job.settings import Decoding
 from numem.job.sharing import trie_order
 from numem.lineage.decisions import DecisionLog
-from numem.runtime.arrivals import Arrivals
 from numem.runtime.continuation import Session
 from numem.runtime.engine import pages_for_lanes
-from numem.runtime.kv import held_rows, restore_rows
+from numem.runtime.lanes.scheduler import Scheduler
+from numem.runtime.paging.residency import Residency
+from numem.runtime.paging.route import Route
 from numem.runtime.request import Finish, Outcome, Request
-from numem.runtime.residency import Residency
-from numem.runtime.route import Route
-from numem.runtime.scheduler import Scheduler
+from numem.runtime.restore.arrivals import Arrivals
+from numem.runtime.restore.kv import held_rows, restore_rows
 from numem.store.memory import Memory
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from numem.errors import IntegrityError
 from numem.identity.chain import CHUNK_TOKENS, Chunk, plan
 from numem.identity.digest import content_id
 from numem.identity.fingerprint import Identity, NumericPolicy
-from numem.runtime.chunks import chunk_node
-from numem.runtime.prefix import Match, lookup
+from numem.runtime.restore.chunks import chunk_node
+from numem.runtime.restore.prefix import Match, lookup
 from numem.state.node import Node
 from numem.state.spec import Slab, StateSpec
 from numem.store.memory import Memory

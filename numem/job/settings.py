@@ -9,7 +9,7 @@ from numem.identity.canonical import canonical_json
 from numem.job.batch import Batch
 from numem.runtime.sampling import GREEDY, Sampler
 
-# As in `numem.runtime.arrivals`, which loads torch.
+# As in `numem.runtime.restore.arrivals`, which loads torch.
 ARRIVALS = ("measured", "recompute", "restore", "two-ended")
 
 

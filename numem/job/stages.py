@@ -23,8 +23,8 @@ from numem.lineage.decisions import DecisionLog
 from numem.policy.decision import Alternative, Decision
 from numem.runtime.continuation import Session, provenance
 from numem.runtime.engine import pages_for_lanes
-from numem.runtime.kv import capture, restore_rows
-from numem.runtime.pool import Route
+from numem.runtime.paging.pool import Route
+from numem.runtime.restore.kv import capture, restore_rows
 from numem.store.memory import Memory
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from numem.errors import InputError, IntegrityError, NumemError, StoreError
 from numem.identity.chain import Chunk, plan
 from numem.identity.digest import content_id
 from numem.identity.fingerprint import Identity, NumericPolicy
-from numem.runtime.chunks import chunk_node
-from numem.runtime.prefix import lookup
+from numem.runtime.restore.chunks import chunk_node
+from numem.runtime.restore.prefix import lookup
 from numem.state.spec import Slab, StateSpec
 from numem.store.memory import Memory
 from numem.store.payload.objects import Objects

@@ -17,7 +17,7 @@ from numem.kernels.rope import rope_write
 from numem.models.checkpoint import Checkpoint
 from numem.models.descriptor import SLIDING, Descriptor
 from numem.runtime.engine import Rows
-from numem.runtime.pages import DTYPES, PageStorage, kv_spec
+from numem.runtime.paging.pages import DTYPES, PageStorage, kv_spec
 
 
 @dataclass(slots=True)

@@ -18,14 +18,14 @@ from numem.models.decoder import TransformerDecoder
 from numem.models.descriptor import Descriptor, read_descriptor
 from numem.models.registry import resolve
 from numem.models.tokenizer import Tokenizer
-from numem.runtime.arrivals import Arrivals
 from numem.runtime.continuation import Continuation, Session
 from numem.runtime.engine import Engine, pages_for_lanes
 from numem.runtime.front import Runtime
+from numem.runtime.lanes.scheduler import Scheduler
+from numem.runtime.paging.residency import Residency
 from numem.runtime.request import Token
-from numem.runtime.residency import Residency
+from numem.runtime.restore.arrivals import Arrivals
 from numem.runtime.sampling import GREEDY, Sampler
-from numem.runtime.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from numem.store.memory import Memory

@@ -8,14 +8,14 @@ A policy accounts in units of its caller and never does I/O; see `Policy`.
 from collections.abc import Callable
 
 from numem.errors import InputError
-from numem.policy.arc import ARC
-from numem.policy.cost import Cost
-from numem.policy.interval import Interval
-from numem.policy.lfu import LFU
-from numem.policy.lru import LRU
-from numem.policy.protocol import Key, Policy, Protected
-from numem.policy.s3fifo import S3FIFO
-from numem.policy.slru import LeafSLRU
+from numem.policy.eviction.arc import ARC
+from numem.policy.eviction.cost import Cost
+from numem.policy.eviction.interval import Interval
+from numem.policy.eviction.lfu import LFU
+from numem.policy.eviction.lru import LRU
+from numem.policy.eviction.protocol import Key, Policy, Protected
+from numem.policy.eviction.s3fifo import S3FIFO
+from numem.policy.eviction.slru import LeafSLRU
 
 __all__ = ["DEFAULT", "NAMES", "Key", "Policy", "Protected", "make"]
 

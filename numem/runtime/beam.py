@@ -15,7 +15,7 @@ import numpy as np
 from numem.errors import ContextLengthError, InputError, ModelError
 from numem.runtime.continuation import Session
 from numem.runtime.engine import Engine
-from numem.runtime.pool import Route
+from numem.runtime.paging.pool import Route
 
 
 @dataclass(frozen=True, slots=True)

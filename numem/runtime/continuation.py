@@ -17,8 +17,8 @@ from numem.errors import ContextLengthError, InputError, IntegrityError, OutOfPl
 from numem.identity.chain import pack_tokens, unpack_tokens
 from numem.identity.fingerprint import Identity
 from numem.runtime.engine import Engine
-from numem.runtime.kv import Restored, capture, raw, restore_rows
-from numem.runtime.pool import Route
+from numem.runtime.paging.pool import Route
+from numem.runtime.restore.kv import Restored, capture, raw, restore_rows
 from numem.runtime.sampling import GREEDY, Sampler
 
 if TYPE_CHECKING:

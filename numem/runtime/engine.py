@@ -13,8 +13,8 @@ import torch
 
 from numem.errors import CapacityError, ContextLengthError, InputError
 from numem.identity.chain import PAGE_TOKENS
-from numem.runtime.pages import PageStorage
-from numem.runtime.pool import Capacity, PagePool, Reservation, Route
+from numem.runtime.paging.pages import PageStorage
+from numem.runtime.paging.pool import Capacity, PagePool, Reservation, Route
 from numem.state.spec import StateSpec
 
 # Rows of one forward call. Any value gives the same bits; this one keeps the activations of a layer in cache.

@@ -20,7 +20,7 @@ from numem.runtime.request import Finish, Outcome, Request, Token
 from numem.runtime.stream import Inbox, Stream
 
 if TYPE_CHECKING:
-    from numem.runtime.scheduler import Scheduler
+    from numem.runtime.lanes.scheduler import Scheduler
 
 T = TypeVar("T")
 

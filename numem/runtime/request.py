@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from numem.runtime.kv import Restored
+from numem.runtime.restore.kv import Restored
 from numem.runtime.sampling import GREEDY, Sampler
 
 

@@ -40,7 +40,7 @@ def load_plan(spec: StateSpec, boundary: int, chunk: int) -> LoadPlan:
     """Plan the load of `[0, boundary)`, stored in chunks of `chunk` rows.
 
     Example:
-        >>> from numem.runtime.pages import kv_spec
+        >>> from numem.runtime.paging.pages import kv_spec
         >>> plan = load_plan(kv_spec(2, 1, 2, "float32", windows=(8, 0)), 20, 4)
         >>> [(part.group.id, part.start) for part in plan.parts if part.group.window]
         [('window-8', 12), ('window-8', 16)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from numem.policy import Policy, make
 from numem.policy.decision import Alternative
-from numem.policy.protocol import Key
+from numem.policy.eviction.protocol import Key
 from numem.state.node import Node
 from numem.store.catalog.facts import Placement, State
 from numem.store.payload.tier import Tier

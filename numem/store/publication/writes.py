@@ -14,7 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from numem.errors import CapacityError, ClosedError, InputError, NumemError, StoreError
-from numem.policy.admission import SecondTouch
+from numem.policy.eviction.admission import SecondTouch
 from numem.store.payload.tier import Tier, rank_of
 from numem.store.publication.publish import NodeJob
 from numem.store.reading.runs import Request

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from numem.errors import InputError
 from numem.identity.digest import Buffer, checksum
 from numem.policy import DEFAULT, Protected, make
-from numem.policy.protocol import Key, nothing
+from numem.policy.eviction.protocol import Key, nothing
 from numem.store.payload.pieces import SMALL
 
 # Why a piece was not taken.

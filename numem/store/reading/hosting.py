@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from numem.errors import InputError, IntegrityError, NotFoundError
 from numem.identity.digest import content_id
-from numem.policy.admission import SecondTouch
+from numem.policy.eviction.admission import SecondTouch
 from numem.store.catalog.catalog import Catalog
 from numem.store.config import TierSpec
 from numem.store.payload.pieces import Piece

@@ -1,0 +1,1 @@
+"""Fixed-capacity lanes: many requests over one engine, step by step."""

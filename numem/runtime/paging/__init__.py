@@ -1,0 +1,1 @@
+"""Pages: who holds them, what is in them, what stays in them when a sequence has ended, and what goes."""
