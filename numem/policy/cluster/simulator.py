@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from numem.errors import InputError
-from numem.policy.cluster import router, worker
+from numem.policy.cluster import router as routing
+from numem.policy.cluster import worker as working
 from numem.policy.cluster.events import ROUTER, After, Effect, Emit, End, Event, Report, Send
 from numem.policy.cluster.router import Router
 from numem.policy.cluster.worker import Serving
@@ -128,7 +129,7 @@ class Simulator:
         if at != ROUTER:
             self.workers[at], effects = advance(self.workers[at], event)
         elif event is not None:
-            self.router, effects = router.transition(self.router, event)
+            self.router, effects = routing.transition(self.router, event)
         self.history.steps.append(Step(tick, at, event, effects))
         for effect in effects:
             self._do(tick, at, effect)
@@ -152,7 +153,7 @@ class Simulator:
 
 def advance(serving: Serving, event: Event | None) -> tuple[Serving, tuple[Effect, ...]]:
     """A worker's transition; None is its restart."""
-    return worker.restarted(serving) if event is None else worker.transition(serving, event)
+    return working.restarted(serving) if event is None else working.transition(serving, event)
 
 
 def replay(
@@ -170,7 +171,7 @@ def replay(
         if step.at != ROUTER:
             states[step.at], effects = advance(states[step.at], step.event)
         elif step.event is not None:
-            at_router, effects = router.transition(at_router, step.event)
+            at_router, effects = routing.transition(at_router, step.event)
         if effects != step.effects:
             raise InputError(
                 f"replay: step {number} at tick {step.tick} had other effects; it was recorded by other rules"
