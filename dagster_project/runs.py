@@ -25,11 +25,14 @@ from dagster_project.jobs import CONTINUE_PROMPTS
 from dagster_project.partitions import add_batches
 from dagster_project.resources.process import dagster_thread
 from dagster_project.resources.runtime import Progress, watch
-from numem.errors import NumemError, StorageFullError
+from numem.errors import InputError, NumemError, StorageFullError
 from numem.job.batch import make_batch
 from numem.job.prompts import read_prompts
 from numem.job.reports import Summary
 from numem.job.summary import summarise
+
+# What an empty history of runs needs to grow by.
+_NO_SPACE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ def continue_prompts(
         KeyboardInterrupt: interrupted; what was staged or published and the prompts finished by then are kept.
     """
     prompts = read_prompts(path)
+    if out is not None:
+        _require_writable(out)
     model, memories = deployment.model_resource(), deployment.memory_resource()
     progress("model", 0, 1)
     lm = model.load()
@@ -139,16 +144,18 @@ def _full_disk(local: Path) -> Iterator[None]:
     except NumemError:
         raise
     except Exception as error:
-        if not any(_is_full(cause) for cause in _causes(error)):
+        if not any(_is_full(cause, local) for cause in _causes(error)):
             raise
         raise StorageFullError(
             f"{local / 'dagster'}: no space left for the history of runs; free some and run again"
         ) from error
 
 
-def _is_full(error: BaseException) -> bool:
+def _is_full(error: BaseException, local: Path) -> bool:
     if isinstance(error, sqlite3.OperationalError):
-        return "disk is full" in str(error)
+        # Where it cannot grow the files beside its log, SQLite speaks of an "I/O error" instead.
+        cramped = "disk I/O error" in str(error) and shutil.disk_usage(local).free < _NO_SPACE
+        return cramped or "disk is full" in str(error)
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -163,6 +170,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(one))
         yield one
         waiting += [getattr(one, "user_exception", None), one.__cause__, one.__context__]
+
+
+def _require_writable(out: Path) -> None:
+    """Refuse a directory of outputs before the run instead of after it; nothing is created."""
+    there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"{out}: {there} is no directory that this process can write to; choose another for --out")
 
 
 def _copy(outputs: Path, out: Path) -> Path:

@@ -10,6 +10,8 @@ Reference: `F.linear` in fixed tiles of 16 rows, whose rows do not depend on the
 """
 
 import ctypes
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,6 +24,36 @@ _rows = native.function("nm_rows")
 _pack = native.function("nm_pack")
 
 _TILE = 16  # rows of a reference tile
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The largest of the first `limit` elements of each row: of equals the first, and the first NaN where there is one.
+
+    Attributes:
+        index: int64 [M]; value: float32 [M]; contiguous.
+    """
+
+    limit: int
+    index: Tensor
+    value: Tensor
+
+    @classmethod
+    def of(cls, rows: int, limit: int) -> Self:
+        return cls(limit, torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32))
+
+    def check(self, rows: int, width: int) -> None:
+        """Refuse a place of another size than `rows`, or a limit outside [1, width]."""
+        if self.index.shape != (rows,) or self.value.shape != (rows,) or not 0 < self.limit <= width:
+            raise InputError(
+                f"linear: peaks of {tuple(self.index.shape)} up to {self.limit} do not fit [{rows}, {width}]"
+            )
+
+    def find(self, x: Tensor) -> None:
+        """Note them of rows that are there already; by numpy, as torch does not promise the first of equals."""
+        rows = x.numpy()[:, : self.limit]
+        self.index.numpy()[:] = rows.argmax(axis=1)
+        self.value.numpy()[:] = rows[range(len(rows)), self.index.numpy()]
 
 
 class PackedLinear:
@@ -60,13 +92,16 @@ class PackedLinear:
         """Bytes held: the panels (or the reference's float32 weight) and the bias."""
         return self._panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def __call__(self, x: Tensor, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, out: Tensor | None = None, residual: Tensor | None = None, peaks: Peaks | None = None
+    ) -> Tensor:
         """`x @ weight.T (+ bias) (+ residual)`.
 
         Args:
             x: float32 [M, K], rows contiguous.
             out: float32 [M, N] to write, rows contiguous; may be `residual` itself, must not overlap `x`.
             residual: float32 [M, N], added last.
+            peaks: where the largest of each row is noted, while the row is in the cache.
         """
         rows, width = x.shape
         if width != self.in_features or x.dtype is not torch.float32 or x.stride(1) != 1 or not x.is_cpu:
@@ -80,8 +115,13 @@ class PackedLinear:
             self._check(out, rows, "output")
         if residual is not None:
             self._check(residual, rows, "residual")
+        if peaks is not None:
+            peaks.check(rows, self.out_features)
         if self._matrix is None:
-            return self._reference(x, out, residual)
+            self._reference(x, out, residual)
+            if peaks is not None:
+                peaks.find(out)
+            return out
         failed = _linear(
             self._handle,
             x.data_ptr(),
@@ -91,6 +131,9 @@ class PackedLinear:
             out.data_ptr(),
             out.stride(0),
             rows,
+            0 if peaks is None else peaks.limit,
+            None if peaks is None else peaks.index.data_ptr(),
+            None if peaks is None else peaks.value.data_ptr(),
         )
         if failed:
             raise CapacityError(f"linear: no memory to round {rows} rows of {width} to bfloat16; lower the batch")

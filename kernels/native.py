@@ -18,7 +18,7 @@ PAGE = 16  # tokens of a page
 PANEL = 32  # weight columns of a panel
 SPLIT = 512  # keys of an attention split, at absolute multiples
 
-_ABI = 4
+_ABI = 5
 _ISAS = ("portable", "avx2", "avx512", "avx512bf16")
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -29,7 +29,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "nm_set_threads": (None, [_I]),
     "nm_pack": (None, [_P, _P, _I, _I, _I]),
     "nm_rows": (_I, [_P, _P, _P, _I]),
-    "nm_linear": (_I, [_P, _P, _I, _P, _I, _P, _I, _I]),
+    "nm_linear": (_I, [_P, _P, _I, _P, _I, _P, _I, _I, _I, _P, _P]),
     "nm_rms_norm": (None, [_P, _I, _P, _F, _F, _P, _I, _I, _I, _I]),
     "nm_silu_mul": (None, [_P, _P, _I, _I]),
     "nm_exp": (None, [_P, _P, _I]),

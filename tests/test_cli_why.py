@@ -83,8 +83,8 @@ def test_why_of_a_chunk_says_how_it_was_made_where_it_is_and_what_touched_it(hom
     assert [one["kind"] for one in above["decisions"]] == ["arrive", "promote"]
     people = numem_("why", last.id.hex(), "--memory", home).stdout
     assert f"chunk {last.id.hex()}\nrows [16, 32), published " in people and "made by: test store" in people
-    assert "evicted 1 states (70,000 bytes) from ssd by interval: asked for" in people
-    assert people.index("promoted 2 pieces") < people.index("evicted 1 states") < people.index("restored 1,792")
+    assert "evicted 1 state (70,000 bytes) from ssd by interval: asked for" in people
+    assert people.index("promoted 2 pieces") < people.index("evicted 1 state") < people.index("restored 1,792")
 
 
 def test_why_knows_a_scope_and_ids_that_only_decisions_name(home: Path, chain: Chain) -> None:
@@ -105,6 +105,7 @@ def test_a_place_without_a_memory_is_named(home: Path, command: Sequence[str]) -
 
 
 def test_what_is_not_there_is_refused_with_what_to_do(home: Path, chain: Chain) -> None:
+    assert "the name is empty" in error(numem_("why", "", "--memory", home, "--json"), "InputError")
     said = error(numem_("why", "req-9", "--memory", home, "--json"), "NotFoundError")
     assert said.startswith("'req-9': no request of this id has a decision here") and "`numem log` lists" in said
     with Memory(home) as memory:

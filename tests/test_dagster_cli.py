@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from dagster_project import cli
+from dagster_project import cli, runs
 from dagster_project.cli import app
 from tests.dagster_fixtures import MARKER, model_directory, table
 
@@ -141,6 +141,16 @@ def test_unknown_model_is_named_and_makes_no_memory(tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists()
 
 
+def test_an_out_that_cannot_be_is_refused_before_the_run(tmp_path: Path, memory: Path, model: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    before = contents(memory)
+    prompts = table(tmp_path / "t.jsonl", seed=9, length=40)
+    result = run("run", prompts, "--out", tmp_path / "file/out", "--memory", memory, "--model", model, "--json")
+    document = json.loads(result.stdout)
+    assert document["type"] == "InputError" and "file is no directory that this process can write" in document["error"]
+    assert contents(memory) == before
+
+
 def test_usage_errors_exit_with_two(tmp_path: Path) -> None:
     assert run("run").exit_code == 2
     assert run("run", "x.jsonl", "--out", tmp_path, "--lanes", 0).exit_code == 2
@@ -186,8 +196,9 @@ def test_max_position_is_an_option_of_the_run(tmp_path: Path, model: Path) -> No
     assert run("run", prompts, "--out", tmp_path / "o", "--max-position", 0).exit_code == 2
 
 
+@pytest.mark.parametrize("said", ["database or disk is full", "disk I/O error"])
 def test_a_full_disk_under_dagsters_history_is_one_line(
-    tmp_path: Path, memory: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, memory: Path, model: Path, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
     import sqlite3
 
@@ -201,10 +212,11 @@ def test_a_full_disk_under_dagsters_history_is_one_line(
         stored += 1
         if stored <= 8:
             return store(self, event)
-        cause = sqlite3.OperationalError("database or disk is full")
+        cause = sqlite3.OperationalError(said)
         raise sqlalchemy.exc.OperationalError("INSERT INTO event_logs", {}, cause) from cause
 
     monkeypatch.setattr(SqliteEventLogStorage, "store_event", full)
+    monkeypatch.setattr(runs, "_NO_SPACE", 1 << 62)  # as if there were nothing left
     prompts = table(tmp_path / "t.jsonl", seed=7, length=40)
     result = run("run", prompts, "--out", tmp_path / "o", "--memory", memory, "--model", model, "--json")
     assert result.exit_code == 1

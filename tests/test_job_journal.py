@@ -1,6 +1,7 @@
 """The journal of finished prompts: what a kill, a torn line or other settings leave of it."""
 
 import errno
+import fcntl
 import os
 import tracemalloc
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from numem.errors import IntegrityError, LeaseHeldError, NotFoundError, StorageFullError
+from numem.errors import IntegrityError, LeaseHeldError, NotFoundError, StorageFullError, StoreError
 from numem.job import journal as journals
 from numem.job.batch import Batch
 from numem.job.completions import read_completions, write_completions
@@ -117,6 +118,17 @@ def test_one_run_at_a_time(written: Path) -> None:
         opened(written)
     with opened(written) as journal:
         assert len(journal) == 3
+
+
+def test_a_filesystem_without_locks_is_named_and_not_taken_for_another_run(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(handle: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(StoreError, match="cannot be locked .No locks available.; give the memory"):
+        opened(written)
 
 
 def test_a_full_disk_leaves_whole_lines(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:

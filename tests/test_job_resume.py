@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from numem import LM, Memory
@@ -148,7 +147,9 @@ def test_a_damaged_line_is_decoded_again(tmp_path: Path, tiny_lm: LM, prompts: P
         lines = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join([lines[0][:40] + b"?" + lines[0][41:], *lines[1:-1], lines[-1][:-9]]))
         second = run(memory, tiny_lm, prompts, SETTINGS)
-    assert second.resumed == 16
+        third = run(memory, tiny_lm, prompts, SETTINGS)
+    assert (second.resumed, second.warnings) == (16, ("damaged lines of the journal, decoded again: 1",))
+    assert (third.resumed, third.warnings) == (18, ())
     assert Path(second.outputs).read_bytes() == Path(first.outputs).read_bytes()
 
 
@@ -157,10 +158,10 @@ def test_a_prompt_that_fails_costs_no_other(
 ) -> None:
     choose = Sampler.choose
 
-    def broken(self: Sampler, logits: np.ndarray, position: int, vocab: int | None = None) -> int:
+    def broken(self: Sampler, *given: Any) -> int:
         if self.seed == 4:  # that of the fifth prompt
             raise ModelError("sampler: logits are not finite")
-        return choose(self, logits, position, vocab)
+        return choose(self, *given)
 
     with Memory(tmp_path / "m") as memory:
         with monkeypatch.context() as patch, pytest.raises(ModelError, match=r"1 of 18 prompts failed.*p0-q4.*finite"):

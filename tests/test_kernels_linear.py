@@ -11,7 +11,7 @@ from torch import Tensor
 
 from numem.errors import InputError
 from numem.kernels import native
-from numem.kernels.linear import PackedLinear
+from numem.kernels.linear import PackedLinear, Peaks
 
 ISAS = native.isas()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -237,3 +237,31 @@ def test_a_host_that_flushes_denormals_changes_nothing() -> None:
         assert {bits(layer(rows)) for _ in range(20)} == {want}
     finally:
         torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("isa", [*ISAS, "torch"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("n", [1, 15, 16, 33, 320, 4099])
+def test_the_largest_of_each_row_is_noted_as_numpy_finds_it(isa: str, threads: int, n: int) -> None:
+    """Of equals the first, and the first that is not a number; columns from the limit on do not count."""
+    native.use(isa)
+    native.set_threads(threads)
+    g = torch.Generator().manual_seed(n)
+    layer = PackedLinear(torch.randint(-1, 2, (n, 24), generator=g).float())
+    for rows in (1, 3, 8, 12, 13, 30):
+        for poison in (0.0, float("nan"), float("inf"), -float("inf")):
+            x = torch.randint(-1, 2, (rows, 24), generator=g).float()
+            x[-1, 0] += poison
+            limit = max(1, n - 5)
+            peaks = Peaks.of(rows, limit)
+            y = layer(x, peaks=peaks).numpy()[:, :limit]
+            index = y.argmax(axis=1)
+            assert peaks.index.numpy().tolist() == index.tolist()
+            assert peaks.value.numpy().tobytes() == y[np.arange(rows), index].tobytes()
+
+
+def test_peaks_that_do_not_fit_are_refused() -> None:
+    layer = PackedLinear(torch.randn(33, 24))
+    for peaks in (Peaks.of(2, 33), Peaks.of(3, 34), Peaks.of(3, 0)):
+        with pytest.raises(InputError, match="peaks"):
+            layer(torch.randn(3, 24), peaks=peaks)

@@ -61,9 +61,13 @@ def test_self_test_of_the_torch_policy_is_repeatable_and_its_own() -> None:
 def test_self_test_refuses_kernels_that_are_not_row_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     class Uneven(linear.PackedLinear):
         def __call__(
-            self, x: torch.Tensor, out: torch.Tensor | None = None, residual: torch.Tensor | None = None
+            self,
+            x: torch.Tensor,
+            out: torch.Tensor | None = None,
+            residual: torch.Tensor | None = None,
+            peaks: linear.Peaks | None = None,
         ) -> torch.Tensor:
-            return super().__call__(x, out, residual) * (1.0 if len(x) > 1 else 1.0 + 2.0**-20)
+            return super().__call__(x, out, residual, peaks) * (1.0 if len(x) > 1 else 1.0 + 2.0**-20)
 
     monkeypatch.setattr("numem.kernels.selftest.PackedLinear", Uneven)
     with pytest.raises(ModelError, match="a row alone differs"):

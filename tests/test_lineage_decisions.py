@@ -167,6 +167,45 @@ def test_decisions_never_fail_a_flush_or_the_facts_beside_them(tmp_path: Path) -
         assert [record.kind for record in memory.records()] == ["decision/arrive", "note"]
 
 
+def test_what_cannot_be_written_is_lost_alone(tmp_path: Path) -> None:
+    """A body that is no JSON, or no text, takes no decision beside it; a record that somebody waits for is refused."""
+    with Memory(tmp_path / "m") as memory:
+        log = DecisionLog(memory)
+        log.record(arrive("before"))
+        memory.note("decision/arrive", b"", {"bad": {1, 2}})
+        memory.note("decision/arrive", b"", {"request": "half a pair \ud800"})
+        memory.note("note", b"", {"nan": float("nan")})
+        body: dict[str, object] = {"n": 1}
+        assert memory.amend(memory.note("note", b"", body), lambda: body.update(n=object()))
+        log.record(arrive("after"))
+        assert [one.decision.request for one in log.all()] == ["after", "before"]
+        assert memory.stats()["notes_lost"] == 4
+        with pytest.raises(InputError, match="not plain JSON"):
+            memory.record("note", b"", {"text": "\ud800"})
+        memory.flush()
+
+
+def test_forgetting_takes_every_decision_and_report_of_a_tenant(tmp_path: Path) -> None:
+    """Also those about no state at all, about a part of a chunk, and the job's reports, which hold ids of prompts."""
+    chain = make_chain(2)
+    node = chain[1][0]
+    with Memory(tmp_path / "m") as memory:
+        put(memory, chain)
+        log = DecisionLog(memory, node.scope)
+        late = log.record(arrive("about nothing", b""))
+        DecisionLog(memory).record(arrive("a part", node.marks[0]))
+        DecisionLog(memory, b"\x05" * 32).record(arrive("another tenant", b""))
+        memory.record("job/decode", b"\x03" * 16, {"run": "r", "shown": [{"id": "prompt of the tenant"}]})
+        memory.record("job/prefill", b"\x03" * 16, {"run": "r", "scope": node.scope.hex()})
+        memory.record("job/decode", b"\x04" * 16, {"run": "r", "shown": [{"id": "prompt of another"}]})
+        memory.flush()
+        log.outcome(late, 1.0)
+        memory.care.forget(scope=node.scope, reason="test", actor="test")
+        assert [one.decision.request for one in log.all()] == ["another tenant"]
+        left = [(r.kind, r.subject[:1]) for kind in ("job/", "decision/") for r in memory.records(kind)]
+        assert left == [("job/decode", b"\x04"), ("decision/arrive", b"")]
+
+
 def test_maintenance_keeps_the_newest_decisions_and_forgetting_takes_those_that_name_a_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +273,7 @@ def test_a_full_cache_queue_is_told_twice_however_much_it_drops(
         assert (second.decision.inputs["entries"], second.decision.inputs["bytes"]) == (39, 39 * 2 * SIZE)
         assert [one.id for one in log.about(nodes[20].id)] == [second.id]
         said = explain(second.decision)
-        assert said[0] == "dropped 39 cache entries (5,460,000 bytes) at the limit staging-bytes, 0 were waiting"
+        assert said[0] == "dropped 39 cache entries (5,460,000 bytes) at the limit staging-bytes, 0 waiting"
         assert said[1].startswith("publish: 140000 bytes do not fit the staging budget")
 
 
@@ -262,6 +301,17 @@ def test_an_arrival_is_explained_with_its_numbers() -> None:
         "computed 2,049 tokens: predicted 390 ms, restore from ssd 41 ms, took 500 ms",
         "restore:ssd was chosen (measured), and could not be carried out",
     ]
+
+
+def test_one_thing_is_said_as_one() -> None:
+    one = Decision("evict", "", b"\x01" * 32, "lru", {"tier": "ssd", "nodes": 1, "bytes": 1}, (RECOMPUTE,), "recompute")
+    assert explain(one)[0] == "evicted 1 state (1 byte) from ssd by lru"
+    moved = replace(one, kind="promote", inputs={"tier": "ssd", "pieces": 1, "bytes": 1200, "failed": 1})
+    said = ["promoted 1 piece of 1 state (1,200 bytes) to ssd, from recompute", "1 piece could not be copied"]
+    assert explain(moved) == said
+    dropped = replace(one, kind="drop", inputs={"entries": 1, "bytes": 7, "reason": "staging-bytes", "waiting": 1})
+    assert explain(dropped) == ["dropped 1 cache entry (7 bytes) at the limit staging-bytes, 1 waiting"]
+    assert explain(replace(arrive(choice="recompute"), inputs={"tokens": 1}))[0].startswith("computed 1 token: ")
 
 
 def test_regret_is_measured_only_where_everything_was_executed() -> None:

@@ -23,7 +23,9 @@ class Scripted(Sampler):
 
     script: list[int] = field(default_factory=list)
 
-    def choose(self, logits: np.ndarray, position: int, vocab: int | None = None) -> int:
+    def choose(
+        self, logits: np.ndarray, position: int, vocab: int | None = None, peak: tuple[int, float] | None = None
+    ) -> int:
         return self.script.pop(0)
 
 

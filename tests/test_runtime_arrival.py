@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from numem import LM, Memory, load_lm
-from numem.errors import CapacityError, IntegrityError, StoreError
+from numem.errors import CapacityError, IntegrityError, NotFoundError, StoreError
 from numem.lineage.decisions import DecisionLog
 from numem.policy.costs import Configured, Costs, TierCost
 from numem.runtime.continuation import Continuation, Session
@@ -33,7 +33,7 @@ class Shaky(Memory):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.contents: dict[bytes, int] = {}
-        self.bad: dict[int, StoreError] = {}
+        self.bad: dict[int, Exception] = {}
         self.held: dict[int, threading.Event] = {}
         self.began: dict[int, threading.Event] = {}
         self.delay_s = 0.0
@@ -479,6 +479,31 @@ def test_staging_is_bounded_and_everybody_gets_on(tiny_lm: LM, memory: Memory) -
     settled(session)
 
 
+def test_a_load_without_room_waits_in_line_once(tiny_lm: LM, shaky: Shaky) -> None:
+    """However often its owner asks for it meanwhile."""
+    session, ids = session_of(tiny_lm, routes=3), prompt(LENGTH)
+    expected = publish(session, shaky, ids)
+    shaky.hold_up(4)
+    with Arrivals(session, shaky, policy="restore") as arrivals:
+        assert arrivals._loader is not None
+        arrivals._loader.close()
+        loader = arrivals._loader = Loader(shaky, session.engine.decoder.spec, staging_bytes=1)
+        first = arrivals.begin(session.engine.pool.allocate(), ids)
+        assert shaky.began[4].wait(WAIT_S)
+        second = arrivals.begin(session.engine.pool.allocate(), ids)
+        for _ in range(30):
+            second.land(0.01)
+            assert len(loader._parked) <= 1
+        shaky.let(4)
+        until = time.monotonic() + WAIT_S
+        while first.loading or second.loading:
+            assert time.monotonic() < until
+            first.land(0.02)
+            second.land(0.02)
+        assert run(session, first) == run(session, second) == expected
+    settled(session)
+
+
 def test_two_ends_of_a_slow_tier_meet(tiny_lm: LM, shaky: Shaky) -> None:
     """On the real clock, throttled: sooner than loading everything, and something of either end (orders of magnitude)."""
     session, ids = session_of(tiny_lm, 2049), prompt(2049)
@@ -578,3 +603,94 @@ def test_windows_need_what_their_boundary_needs(windowed: LM, shaky: Shaky, poli
         assert arrival.computed == 1 + (0 if bad is None else 256 * (bad + 1))
     settled(session)
     assert shaky.stats()["leases"] == 0
+
+
+@pytest.mark.parametrize(("bad", "start"), [(0, 768), (1, 768), (2, None), (4, None)])
+def test_rows_computed_past_a_floor_count_as_held(windowed: LM, shaky: Shaky, bad: int, start: int | None) -> None:
+    """What the front computed has the rows of every group: where it comes to the floor nothing is left out."""
+    session = windowed.session(pages=pages_for_lanes(2, LENGTH + 64), debug=True, canary=True)
+    ids = prompt(LENGTH)
+    publish(session, shaky, ids)
+    shaky.spoil(bad)
+    with Arrivals(session, shaky, policy="restore") as arrivals:
+        arrival = arrivals.begin(session.engine.pool.allocate(), ids)
+        assert [floor.start for floor in arrival.route.floors] == [768]
+        until = time.monotonic() + WAIT_S
+        while not arrival.done:
+            assert time.monotonic() < until
+            step(session, arrival)
+    with Continuation(session, [*ids, 0], arrival.route) as c, session.start([*ids, 0]) as alone:
+        assert [floor.start for floor in c.route.floors] == ([] if start is None else [start])
+        if start is None:
+            alone.step()
+            assert c.kv().tobytes() == alone.kv(0, LENGTH).tobytes()
+            c.fork(300).close()
+    settled(session)
+
+
+@pytest.mark.parametrize("asked", ["children", "available", "placements", "hold"])
+@pytest.mark.parametrize("error", [StoreError("the tier is gone"), PermissionError("not yours")])
+def test_a_store_that_cannot_be_asked_is_computed_around(
+    tiny_lm: LM, memory: Memory, monkeypatch: pytest.MonkeyPatch, asked: str, error: Exception
+) -> None:
+    session = tiny_lm.session(pages=pages_for_lanes(2, LENGTH), debug=True)
+    ids = prompt(LENGTH)
+    expected = publish(session, memory, ids)
+
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    with Arrivals(session, memory, policy="restore") as arrivals:
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, asked, fail)
+            arrival = arrivals.begin(session.engine.pool.allocate(), ids)
+        assert run(session, arrival) == expected
+    assert arrival.computed == LENGTH
+    assert arrival.restored.failures == [f"rows [0, {LENGTH}): {error}; recomputed"]
+    settled(session)
+    assert memory.stats()["leases"] == 0
+
+
+def test_an_error_of_the_system_is_computed_around(tiny_lm: LM, shaky: Shaky) -> None:
+    session = tiny_lm.session(pages=pages_for_lanes(2, LENGTH), debug=True)
+    ids = prompt(LENGTH)
+    expected = publish(session, shaky, ids)
+    shaky.spoil(2)
+    shaky.bad[2] = OSError("stale file handle")
+    with Arrivals(session, shaky, policy="restore") as arrivals:
+        arrival = arrivals.begin(session.engine.pool.allocate(), ids)
+        assert run(session, arrival) == expected
+    assert arrival.restored.tokens == 256 * (CHUNKS - 1)
+    assert any("stale file handle" in failure for failure in arrival.restored.failures)
+    settled(session)
+
+
+def test_a_memory_that_was_closed_first_is_computed_around(tiny_lm: LM, shaky: Shaky) -> None:
+    """Loads under way fail, later ones are not begun; nothing is lost but time."""
+    session = tiny_lm.session(pages=pages_for_lanes(2, LENGTH), debug=True)
+    ids = prompt(LENGTH)
+    expected = publish(session, shaky, ids)
+    shaky.hold_up(4)
+    with Arrivals(session, shaky, policy="restore") as arrivals:
+        arrival = arrivals.begin(session.engine.pool.allocate(), ids)
+        assert shaky.began[4].wait(WAIT_S)
+        shaky.close()
+        shaky.let(4)
+        assert run(session, arrival) == expected
+        again = arrivals.begin(session.engine.pool.allocate(), ids)
+        assert run(session, again) == expected
+    assert arrival.computed == again.computed == LENGTH
+    settled(session)
+
+
+def test_a_tier_that_does_not_exist_is_refused(tiny_lm: LM, memory: Memory) -> None:
+    """It would be found nowhere, and every row silently computed."""
+    session = tiny_lm.session()
+    with pytest.raises(NotFoundError, match="nonsense"):
+        Arrivals(session, memory, tier="nonsense")
+    with session.start(range(3, 40)) as first:
+        first.publish(memory).wait()
+    with pytest.raises(NotFoundError, match="nonsense"):
+        session.restore(memory, list(range(3, 40)), tier="nonsense")
+    session.engine.pool.check()
+    assert session.engine.pool.free == session.engine.pool.physical

@@ -312,7 +312,9 @@ def test_an_interrupted_step_leaves_the_continuation_as_it_was(tiny_lm: LM, memo
     from numem.runtime.sampling import Sampler
 
     class Interrupted(Sampler):
-        def choose(self, logits: np.ndarray, position: int, vocab: int | None = None) -> int:
+        def choose(
+            self, logits: np.ndarray, position: int, vocab: int | None = None, peak: tuple[int, float] | None = None
+        ) -> int:
             raise KeyboardInterrupt
 
     session = tiny_lm.session(pages=pages_for_lanes(2, 80), debug=True)

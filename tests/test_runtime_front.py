@@ -267,6 +267,20 @@ def test_a_refused_request_tells_its_caller_alone() -> None:
     drive(main())
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"id": 7}, {"id": b"r"}, {"id": "\ud800"}, {"tokens": None}, {"tokens": "abc"}, {"max_new_tokens": 1.5},
+        {"max_new_tokens": "3"}, {"samples": 1.5}, {"samples": True}, {"priority": "high"}, {"deadline_s": "1"},
+        {"sampler": None}, {"eos": None}, {"eos": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_request_of_wrong_types_is_refused_before_it_can_end_the_others(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="^request "):
+        Request(**{"id": "r", "tokens": (1, 2), "max_new_tokens": 3, **wrong})
+
+
 def test_ids_and_the_queue_are_bounded() -> None:
     async def main() -> None:
         served = Served(queue=3)

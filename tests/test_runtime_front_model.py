@@ -2,9 +2,12 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -233,6 +236,18 @@ def test_the_models_own_runtime(tiny_lm: LM, memory: Memory) -> None:
     asyncio.run(main())
     assert sum(node.count for node in memory.nodes()) == 307
     asyncio.run(main())
+
+
+def test_the_interpreter_may_end_while_a_runtime_runs(tiny_dir: Path) -> None:
+    code = (
+        "import asyncio, sys, numem\n"
+        "runtime = numem.load_lm(sys.argv[1]).runtime(lanes=2).__enter__()\n"
+        "stream = runtime.stream(numem.Request('x', (3, 4, 5), 200))\n"
+        "asyncio.run(stream.__anext__())\n"
+    )
+    command = [sys.executable, "-c", code, str(tiny_dir)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_leaving_waits_for_what_is_being_published(tiny_lm: LM, memory: Memory) -> None:

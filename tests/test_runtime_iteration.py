@@ -1,11 +1,11 @@
-"""The pure plans of an iteration and of lanes."""
+"""The pure plan of an iteration."""
 
 import random
 
 import pytest
 
 from numem.errors import InputError
-from numem.runtime.lanes.iteration import Demand, Kind, Limits, plan_iteration, plan_lanes
+from numem.runtime.lanes.iteration import Demand, Kind, Limits, plan_iteration
 
 
 def test_budget_66() -> None:
@@ -68,14 +68,6 @@ def test_only_as_much_is_kept_as_prefill_wants() -> None:
     decodes = [Demand(str(i), Kind.DECODE, 1, i) for i in range(8)]
     plan = plan_iteration(Limits(8, 9, minimum_prefill_tokens=4), [*decodes, Demand("p", Kind.PREFILL, 1, 9)])
     assert len(plan.scheduled) == 8 and plan.deferred == ("7",)
-
-
-def test_lanes_are_kept() -> None:
-    """A request keeps its lane; vacancies refill in order."""
-    plan = plan_lanes(["a", None, "b", "c"], ["c", "x", "a", "y", "z"])
-    assert plan.lanes == ("a", "x", "y", "c")
-    assert plan.retained == ("a", "c") and plan.retired == ("b",)
-    assert plan.refill == ((1, "x"), (2, "y")) and plan.deferred == ("z",)
 
 
 def test_limits_are_positive() -> None:

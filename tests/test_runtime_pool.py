@@ -36,7 +36,7 @@ def test_abort_leaves_route_counts_and_free_pages_as_before() -> None:
     pool = PagePool(8, 4)
     fork = pool.fork(root_of(pool, 3))
     reservation = pool.reserve(fork, 1)
-    assert reservation.replaced == (0, 1) and reservation.pages == (1,) and pool.free == 6
+    assert reservation.replaced == (0, 1) and reservation.pages == [1] and pool.free == 6
     pool.abort([reservation])
     assert fork.pages == [0] and fork.length == 3 and pool.refs(0) == 2 and pool.free == 7
     pool.check()
@@ -101,7 +101,7 @@ def test_many_tokens_take_their_pages_in_logical_order() -> None:
     blocker = root_of(pool, 4)
     route = root_of(pool, 2)
     step = pool.reserve(route, 11)
-    assert (step.added, step.pages, step.replaced) == ((2, 3, 4), (1, 2, 3, 4), None)
+    assert (step.added, step.pages, step.replaced) == ((2, 3, 4), [1, 2, 3, 4], None)
     assert route.length == 2 and route.pages == [1]
     pool.commit([step])
     assert route.length == 13 and route.pages == [1, 2, 3, 4]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -59,13 +58,13 @@ def test_prompts_prefill_together_on_the_grid(tiny_lm: LM, make: Make) -> None:
     """Prompts of 7, 64 and 513 tokens in one evaluation; no piece crosses a multiple of the chunk."""
     scheduler = make(4, prefill_chunk=32, max_batched_tokens=80)
     seen: list[list[tuple[int, int]]] = []
-    evaluate = scheduler.engine.evaluate
+    evaluate = scheduler.engine.evaluate_lent
 
     def spy(spans: Any, **options: Any) -> Any:
         seen.append([(s.start, s.start + len(s.tokens)) for s in spans])
         return evaluate(spans, **options)
 
-    scheduler.engine.evaluate = spy  # type: ignore[method-assign]
+    scheduler.engine.evaluate_lent = spy  # type: ignore[method-assign]
     outcomes = drive(scheduler, [Request(str(n), prompt(n, seed=n), 3, witness=True) for n in (7, 64, 513)])
     for outcome in outcomes.values():
         same_as_alone(tiny_lm, outcome)
@@ -170,6 +169,13 @@ def test_deadlines_count_from_submission(make: Make) -> None:
     assert a.queue_ms == 0.0
 
 
+def test_what_ended_before_its_deadline_is_forgotten(make: Make) -> None:
+    scheduler = make(2)
+    for i in range(200):
+        drive(scheduler, [Request(str(i), prompt(3, seed=i), 1, deadline_s=3600.0)])
+    assert len(scheduler._deadlines) <= 64
+
+
 def test_times_are_of_the_clock(make: Make) -> None:
     clock = Clock()
     scheduler = make(1, clock=clock)
@@ -189,17 +195,16 @@ def test_an_error_ends_one_sequence(tiny_lm: LM, make: Make) -> None:
     for name in ("a", "bad", "c"):
         scheduler.submit(Request(name, prompt(20, seed=ord(name[0])), 8, witness=True))
     step(scheduler, 3)
-    evaluate = scheduler.engine.evaluate
+    evaluate = scheduler.engine.evaluate_lent
 
     def damage(spans: Any, **options: Any) -> Any:
-        rows = evaluate(spans, **options)
-        rows[1] = rows[1].copy()
-        rows[1][7] = np.nan
-        return rows
+        rows, peaks = evaluate(spans, **options)
+        peaks[1] = 7, float("nan")
+        return rows, peaks
 
-    scheduler.engine.evaluate = damage  # type: ignore[method-assign]
+    scheduler.engine.evaluate_lent = damage  # type: ignore[method-assign]
     (bad,) = step(scheduler)
-    scheduler.engine.evaluate = evaluate  # type: ignore[method-assign]
+    scheduler.engine.evaluate_lent = evaluate  # type: ignore[method-assign]
     assert (bad.request.id, bad.finish, len(bad.generated)) == ("bad", Finish.ERROR, 3)
     assert "not finite" in bad.error
     outcomes = drive(scheduler)
@@ -270,6 +275,7 @@ def test_refusals(make: Make, tiny_lm: LM) -> None:
         (Request("b", (1,), 1, samples=0), InputError),
         (Request("b", (1,), 1, stop=("x",)), InputError),
         (Request("b", (1,), 1, publish=True), InputError),
+        (Request("b", (1,), 1, deadline_s=float("nan")), InputError),
         (Request("b", prompt(60), 20), CapacityError),
     ):
         with pytest.raises(error):

@@ -2,13 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from threading import Event
 from typing import Any
 
 import pytest
 
 from numem import LM, Memory
+from numem.errors import StoreError
 from numem.identity.chain import CHUNK_TOKENS
 from numem.policy.decision import Decision
+from numem.runtime.continuation import Published
+from numem.runtime.lanes.publisher import Publication, Publisher
 from numem.runtime.lanes.scheduler import Scheduler
 from numem.runtime.paging.residency import Residency
 from numem.runtime.request import Finish, Request, Token
@@ -45,6 +50,17 @@ def make(tiny_lm: LM) -> Iterator[Make]:
         empty(scheduler)
     for one in arrivals:
         one.close()
+
+
+class Log:
+    """Decisions as a list."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+
+    def record(self, decision: Decision) -> str:
+        self.decisions.append(decision)
+        return "00"
 
 
 def published(memory: Memory) -> list[tuple[int, int]]:
@@ -94,14 +110,8 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_happened(
 
 def test_a_higher_priority_takes_pages_and_lane(tiny_lm: LM, make: Make) -> None:
     """The lowest priority goes first, of equals the latest; only as many as it takes, and only if it then fits."""
-    kept: list[Decision] = []
-
-    class Log:
-        def record(self, decision: Decision) -> str:
-            kept.append(decision)
-            return "00"
-
-    scheduler = make(3, pages=12, decisions=Log())
+    log = Log()
+    scheduler = make(3, pages=12, decisions=log)
     for name, priority in (("low", 0), ("mid", 1), ("late", 1)):
         scheduler.submit(Request(name, prompt(40, seed=ord(name[0])), 20, priority=priority, witness=True))
     step(scheduler, 4)
@@ -112,13 +122,51 @@ def test_a_higher_priority_takes_pages_and_lane(tiny_lm: LM, make: Make) -> None
     scheduler.submit(Request("high", prompt(60, seed=7), 30, priority=2, witness=True))
     step(scheduler)
     assert list(scheduler.running) == ["mid", "high"]
-    (preemption,) = [d for d in kept if d.kind == "preempt"]
+    (preemption,) = [d for d in log.decisions if d.kind == "preempt"]
     assert preemption.request == "high" and preemption.chosen.terms == {"sequences": 2}
     scheduler.submit(Request("huge", prompt(150, seed=8), 30, priority=1))
     outcomes = drive(scheduler)
     assert (outcomes["low"].preempted, outcomes["late"].preempted, outcomes["mid"].preempted) == (1, 1, 0)
     for name in ("low", "mid", "late", "high"):
         same_as_alone(tiny_lm, outcomes[name])
+
+
+def test_pages_that_victims_share_count(tiny_lm: LM, make: Make) -> None:
+    """Pages of two sequences, neither of which frees them alone."""
+    scheduler = make(3, pages=12)
+    scheduler.submit(Request("low", prompt(130), 20, samples=2, witness=True))
+    step(scheduler, 3)
+    scheduler.submit(Request("high", prompt(120, seed=7), 30, priority=1, witness=True))
+    step(scheduler)
+    assert scheduler.running == ("high",)
+    outcomes = drive(scheduler)
+    assert outcomes["low#0"].preempted == outcomes["low#1"].preempted == 1
+    for outcome in outcomes.values():
+        same_as_alone(tiny_lm, outcome)
+
+
+def test_pages_that_wait_for_a_load_count(
+    tiny_lm: LM, make: Make, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What loads slowly holds nobody of a higher priority up."""
+    drive(make(1, memory=memory), [Request("first", prompt(300), 1, publish=True)])
+    read, go = memory.read, Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        assert go.wait(60)
+        return read(*args, **options)
+
+    monkeypatch.setattr(memory, "read", slow)
+    scheduler = make(2, pages=24, memory=memory, policy="restore")
+    scheduler.submit(Request("low", prompt(300), 20, witness=True))
+    step(scheduler, 2)
+    scheduler.submit(Request("high", prompt(200, seed=7), 30, priority=1, witness=True))
+    step(scheduler)
+    assert scheduler.running == ("high",)
+    go.set()
+    outcomes = drive(scheduler)
+    for outcome in outcomes.values():
+        same_as_alone(tiny_lm, outcome)
 
 
 def test_half_the_pages(tiny_lm: LM, make: Make) -> None:
@@ -295,17 +343,41 @@ def test_publication_goes_on_beside_decoding(tiny_lm: LM, make: Make, memory: Me
     same_as_alone(tiny_lm, outcomes["b"])
 
 
-def test_a_failed_publication_is_in_the_outcome(make: Make, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    from numem.errors import StoreError
-
+@pytest.mark.parametrize("error", [StoreError, RuntimeError])
+def test_a_failed_publication_is_in_the_outcome(
+    make: Make, memory: Memory, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
-        raise StoreError("the disk is gone")
+        raise error("the disk is gone")
 
     scheduler = make(1, memory=memory)
     monkeypatch.setattr(memory, "publish", refuse)
     (outcome,) = drive(scheduler, [Request("x", prompt(300), 3, publish=True)]).values()
     assert outcome.finish is Finish.LENGTH and len(outcome.generated) == 3
     assert outcome.error == "publish: the disk is gone"
+
+
+def test_a_capture_that_ends_while_it_is_asked_for_gives_its_pages_back(tiny_lm: LM, memory: Memory) -> None:
+    """Its thread may end it between any two questions of the thread that owns the pages."""
+
+    class Ending(Future[Published]):
+        asked = 0
+
+        def done(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+    session = tiny_lm.session(pages=8)
+    publisher = Publisher(session, memory)
+    captured = Ending()
+    captured.set_result(Published((), ()))
+    with session.start(prompt(20)) as c:
+        c.advance(1)
+        publisher._pending.append(Publication("x", session.engine.pool.lease(c.route), captured))
+    while not publisher.collect():
+        pass
+    assert session.engine.pool.stats().free == 8
+    publisher.close()
 
 
 def test_a_failed_arrival_ends_its_sequence(
@@ -347,6 +419,49 @@ def test_kept_routes_go_when_pages_are_needed(tiny_lm: LM, make: Make) -> None:
     assert scheduler.residency is not None and scheduler.residency.evicted >= 5
     stats = scheduler.engine.pool.stats()
     assert stats.reserved == 0 and stats.free + stats.resident == 20
+
+
+@pytest.mark.parametrize("length", [32, 40])
+def test_what_fits_alone_fits_beside_what_is_kept(tiny_lm: LM, make: Make, length: int) -> None:
+    """The copy of a kept partial tail is not worth a request that would need every page."""
+    scheduler = make(1, pages=10, keep=True)
+    drive(scheduler, [Request("kept", prompt(length), 2)])
+    outcomes = drive(scheduler, [Request("all", prompt(120), 41, witness=True)])
+    same_as_alone(tiny_lm, outcomes["all"])
+    assert outcomes["all"].shared == 32
+
+
+def test_room_is_planned_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make(2, pages=20, keep=True)
+    residency = scheduler.residency
+    assert residency is not None
+    planned = []
+    plan = Residency._plan
+
+    def counted(self: Residency, *args: Any) -> Any:
+        planned.append(args)
+        return plan(self, *args)
+
+    monkeypatch.setattr(Residency, "_plan", counted)
+    for i in range(6):
+        drive(scheduler, [Request(str(i), prompt(90 + i, seed=i), 20)])
+    assert len(planned) == residency.evicted
+
+
+def test_a_refusal_is_recorded(make: Make) -> None:
+    """Where what is kept would not do, even all of it, that is a decision too."""
+    log = Log()
+    scheduler = make(2, pages=10)
+    scheduler.residency = residency = Residency(scheduler.engine, decisions=log)
+    drive(scheduler, [Request("kept", prompt(20), 2)])
+    scheduler.submit(Request("a", prompt(60, seed=1), 20))
+    step(scheduler)
+    scheduler.submit(Request("big", prompt(100, seed=2), 12))
+    step(scheduler)
+    assert [(d.kind, d.request, d.choice) for d in log.decisions] == [("admit", "big", "refuse")]
+    step(scheduler, 5)
+    assert len(log.decisions) == 1 and len(residency) == 1
+    assert drive(scheduler)["big"].finish is Finish.LENGTH
 
 
 def test_published_routes_are_durable_to_the_residency(make: Make, memory: Memory) -> None:

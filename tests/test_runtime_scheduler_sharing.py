@@ -8,7 +8,7 @@ import pytest
 from numem import LM
 from numem.errors import InputError
 from numem.runtime.lanes.scheduler import Scheduler
-from numem.runtime.request import Finish, Request, Token
+from numem.runtime.request import Finish, Outcome, Request, Token
 from numem.runtime.sampling import Sampler
 from tests.scheduler_fixtures import Clock, check, drive, empty, prompt, same_as_alone, step
 
@@ -128,6 +128,26 @@ def test_a_tail_that_others_share_never_runs_out_of_pages(tiny_lm: LM, make: Mak
         scheduler.submit(Request(str(i), (*first.tokens, 7), 3, witness=True))
         step(scheduler, 2)
     for outcome in drive(scheduler).values():
+        same_as_alone(tiny_lm, outcome)
+
+
+def test_a_page_that_is_a_tail_again_is_set_aside_again(tiny_lm: LM, make: Make) -> None:
+    """A tail that was copied, and whose page came back as a later tail: its copy needs a page of its own."""
+    scheduler = make(2, pages=5)
+    scheduler.submit(Request("a", prompt(18), 30, witness=True))
+    step(scheduler, 3)
+    (a,) = scheduler._running
+    scheduler.submit(Request("b", (*a.tokens, 7), 1, witness=True))
+    outcomes: dict[str, Outcome] = {}
+    while a.route is None or len(a.route.pages) < 3 or a.route.length % 16 < 2:
+        outcomes |= {o.request.id: o for o in step(scheduler)}
+    assert "b" in outcomes
+    (first, _, last) = a.route.pages
+    assert (first, last) == (0, 1)
+    with scheduler.session.start(prompt(10, seed=5)) as other:
+        other.advance(1)
+        outcomes |= drive(scheduler, [Request("c", (*a.tokens, 7), 1, witness=True)])
+    for outcome in outcomes.values():
         same_as_alone(tiny_lm, outcome)
 
 

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define NM_ABI 4      /* raised with every change of an exported function; native.py checks it */
+#define NM_ABI 5      /* raised with every change of an exported function; native.py checks it */
 #define NM_PAGE 16    /* tokens of a page */
 #define NM_PANEL 32   /* weight columns of a panel */
 #define NM_SPLIT 512  /* keys of an attention split, at absolute multiples */
@@ -24,6 +24,14 @@ typedef struct {
     int64_t k;
     int64_t bf16;
 } nm_matrix;
+
+/* The largest of the first `limit` elements of each output row, 0 < limit <= n: of equals the first, and the first NaN
+ * where there is one. */
+typedef struct {
+    int64_t limit;
+    int64_t *index; /* [rows] */
+    float *value;   /* [rows] */
+} nm_peaks;
 
 /* Arguments of paged attention; see numem/kernels/attention.py for the shapes. */
 typedef struct {
@@ -51,7 +59,7 @@ typedef struct {
 typedef struct {
     /* 0, or -1: no memory for scratch, nothing was written */
     int64_t (*linear)(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual, int64_t r_stride,
-                      float *out, int64_t o_stride, int64_t rows);
+                      float *out, int64_t o_stride, int64_t rows, const nm_peaks *peaks);
     void (*rms_norm)(const float *x, int64_t x_stride, const float *weight, float eps, float offset, float *out,
                      int64_t o_stride, int64_t rows, int64_t groups, int64_t width);
     void (*silu_mul)(const float *gate_up, float *out, int64_t rows, int64_t inner);

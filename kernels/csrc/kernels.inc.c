@@ -213,6 +213,47 @@ INLINE void run_keys(int64_t rows, int groups, int bf16, int64_t steps, const fl
     if (groups == 2) KEY_CHAINS[rows - 1][0][bf16](steps, x, xs, w1, w1, p1, p1, out + 16, os);
 }
 
+/* ---- argmax: the first of the largest; the first NaN where there is one ---- */
+
+#define ARGMAX_BLOCK 1024
+
+NOINLINE int64_t argmax_plain(const float *x, int64_t n) {
+    int64_t best = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (x[i] != x[i]) return i;
+        if (x[i] > x[best]) best = i;
+    }
+    return best;
+}
+
+INLINE int64_t argmax_of(const float *x, int64_t n) {
+    float best = -INFINITY, lanes[16];
+    int64_t block = 0;
+    V16 odd = v_zero(); /* x - x: zero, or NaN of what is not finite */
+    for (int64_t at = 0; at + 16 <= n; at += ARGMAX_BLOCK) {
+        const int64_t end = min64(n - 15, at + ARGMAX_BLOCK);
+        V16 most = v_load(x + at);
+        for (int64_t i = at; i < end; i += 16) {
+            const V16 v = v_load(x + i);
+            most = v_max(most, v);
+            odd = v_add(odd, v_sub(v, v));
+        }
+        v_store(lanes, most);
+        for (int i = 0; i < 16; i++)
+            if (lanes[i] > best) best = lanes[i], block = at;
+    }
+    v_store(lanes, odd);
+    int finite = 1;
+    for (int i = 0; i < 16; i++) finite &= lanes[i] == 0.0f;
+    for (int64_t i = n / 16 * 16; i < n; i++) {
+        finite &= x[i] - x[i] == 0.0f;
+        if (x[i] > best) best = x[i], block = i;
+    }
+    if (!finite) return argmax_plain(x, n);
+    while (x[block] != best) block++;
+    return block;
+}
+
 /* ---- linear: out = x . w^T (+ bias) (+ residual) ---- */
 
 typedef struct {
@@ -226,6 +267,8 @@ typedef struct {
     int64_t chunk;  /* many rows: rows of an item */
     uint16_t *rounded; /* bfloat16 layers: the rows rounded to bfloat16 */
     int64_t rounded_stride;
+    const nm_peaks *peaks; /* NULL: not asked for */
+    int64_t *peaked;       /* few rows: [shares][rows], columns of the largest, -1 of none */
 } linear_args;
 
 INLINE void finish_rows(const linear_args *a, int64_t row, int64_t rows, int64_t column, int64_t columns,
@@ -276,7 +319,7 @@ NOINLINE void linear_few(const void *context, int64_t item) {
     const int64_t groups = (w->n + 15) / 16, units = (groups + a->unit - 1) / a->unit;
     const int64_t size = units / a->shares, larger = units % a->shares; /* the larger shares come first */
     int64_t group = (item * size + min64(item, larger)) * a->unit;
-    const int64_t end = min64(groups, group + (size + (item < larger)) * a->unit);
+    const int64_t end = min64(groups, group + (size + (item < larger)) * a->unit), first = group * 16;
     float acc[MR_MAX * NM_PANEL];
     const uint64_t mode = nm_float_mode(w->bf16 ? NM_MODE_FLUSH : NM_MODE_DEFAULT);
     while (group < end) {
@@ -286,6 +329,11 @@ NOINLINE void linear_few(const void *context, int64_t item) {
         group += pair;
     }
     nm_float_mode(mode);
+    if (!a->peaks) return;
+    /* While the share is in the cache. */
+    const int64_t columns = min64(end * 16, a->peaks->limit) - first;
+    for (int64_t i = 0; i < a->rows; i++)
+        a->peaked[item * a->rows + i] = columns > 0 ? first + argmax_of(a->out + i * a->o_stride + first, columns) : -1;
 }
 
 /* One panel times one chunk of rows. */
@@ -325,11 +373,27 @@ NOINLINE void round_rows(const void *context, int64_t item) {
     }
 }
 
+/* The largest of each row, from the shares in the order of their columns. */
+static void gather_peaks(const linear_args *a) {
+    for (int64_t i = 0; i < a->rows; i++) {
+        const float *x = a->out + i * a->o_stride;
+        int64_t best = a->peaked[i];
+        for (int64_t share = 1; share < a->shares && x[best] == x[best]; share++) {
+            const int64_t at = a->peaked[share * a->rows + i];
+            if (at >= 0 && (x[at] > x[best] || x[at] != x[at])) best = at;
+        }
+        a->peaks->index[i] = best;
+        a->peaks->value[i] = x[best];
+    }
+}
+
 static int64_t CAT(linear_, NM_SUFFIX)(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual,
-                                       int64_t r_stride, float *out, int64_t o_stride, int64_t rows) {
+                                       int64_t r_stride, float *out, int64_t o_stride, int64_t rows,
+                                       const nm_peaks *peaks) {
     if (rows <= 0 || w->n <= 0) return 0;
     const int64_t work = rows * w->n * w->k, threads = work < TINY_WORK ? 1 : nm_threads();
-    linear_args a = {w, x, residual, out, x_stride, r_stride, o_stride, rows, (w->n + 31) / 32, threads, 1, rows, NULL, 0};
+    linear_args a = {w, x, residual, out, x_stride, r_stride, o_stride, rows, (w->n + 31) / 32, threads, 1, rows, NULL, 0,
+                     peaks, NULL};
     if (w->bf16) {
         a.rounded_stride = (w->k + 1) / 2 * 2;
         a.rounded = nm_scratch(SCRATCH_ROWS, (size_t)(rows * a.rounded_stride) * sizeof(uint16_t));
@@ -344,7 +408,12 @@ static int64_t CAT(linear_, NM_SUFFIX)(const nm_matrix *w, const float *x, int64
             a.shares = 4 * threads;
             a.unit = 2;
         }
+        if (peaks) {
+            a.peaked = nm_scratch(SCRATCH_SHARED, (size_t)(a.shares * rows) * sizeof(int64_t));
+            if (!a.peaked) return -1;
+        }
         nm_for(a.shares, threads, linear_few, &a);
+        if (peaks) gather_peaks(&a);
         return 0;
     }
     /* A chunk of rows stays in the second-level cache while the panels pass by. */
@@ -352,6 +421,11 @@ static int64_t CAT(linear_, NM_SUFFIX)(const nm_matrix *w, const float *x, int64
     const int64_t chunks = (rows + a.chunk - 1) / a.chunk;
     a.chunk = (rows + chunks - 1) / chunks;
     nm_for(a.panels * chunks, threads, linear_many, &a);
+    for (int64_t i = 0; peaks && i < rows; i++) {
+        const float *y = out + i * o_stride;
+        peaks->index[i] = argmax_of(y, peaks->limit);
+        peaks->value[i] = y[peaks->index[i]];
+    }
     return 0;
 }
 

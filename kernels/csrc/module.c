@@ -62,8 +62,9 @@ EXPORT int64_t nm_rows(const nm_matrix *w, const int64_t *ids, float *out, int64
 }
 
 EXPORT int64_t nm_linear(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual, int64_t r_stride,
-                         float *out, int64_t o_stride, int64_t rows) {
-    return table->linear(w, x, x_stride, residual, r_stride, out, o_stride, rows);
+                         float *out, int64_t o_stride, int64_t rows, int64_t limit, int64_t *index, float *value) {
+    const nm_peaks peaks = {limit, index, value};
+    return table->linear(w, x, x_stride, residual, r_stride, out, o_stride, rows, index ? &peaks : NULL);
 }
 
 EXPORT void nm_rms_norm(const float *x, int64_t x_stride, const float *weight, float eps, float offset, float *out,

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from numem.commands.lineage import ROWS
 from numem.commands.residency import moment
 from numem.environment import memory_home
-from numem.errors import NotFoundError
+from numem.errors import InputError, NotFoundError
 from numem.terminal import JsonFlag, MemoryOption, emit, guarded, open_memory, table
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def why(
     """Say what was decided about a request or a chunk, what it was expected to cost, what it cost, and what else there was."""
     from numem.lineage.decisions import DecisionLog
 
+    if not name:  # decisions of nobody's request have an empty one
+        raise InputError("why: the name is empty; give a request's id, a causal id or a branch")
     with open_memory(memory, looks=True) as store:
         log = DecisionLog(store)
         found: Sequence[Recorded] = log.of_request(name)

@@ -107,6 +107,7 @@ def decode(
             failed=tally.failed,
             shown=tuple(tally.shown),
             ms=(time.perf_counter() - began) * 1e3,
+            damaged=journal.damaged if todo else 0,
         )
         record(memory, batch, run, "decode", report)
         return report, {i: journal.read(i) for i in witnesses}
@@ -174,7 +175,7 @@ def _complete(
 @contextmanager
 def _scheduler(memory: Memory, session: Session, decoding: Decoding) -> Iterator[Scheduler]:
     """A scheduler that keeps what ends in the pages that are left, and writes its decisions down."""
-    decisions = DecisionLog(memory)
+    decisions = DecisionLog(memory, session.identity.scope)
     with Arrivals(session, memory, tier=decoding.tier, policy=decoding.arrivals, decisions=decisions) as arrivals:
         residency = Residency(
             session.engine, decisions=decisions, costs=arrivals.costs, tier=decoding.tier, scope=session.identity.scope

@@ -93,15 +93,17 @@ class Journal:
 
     Attributes:
         dropped: lines that did not count.
+        damaged: of them those that no kill explains: all but one that was cut short.
 
     Raises:
         LeaseHeldError: another run holds it.
+        StoreError: its filesystem has no locks.
     """
 
     def __init__(self, path: Path, settings: str, prompts: int, *, again: bool = False) -> None:
         self.path = path
         self.settings = settings
-        self.dropped = 0
+        self.dropped = self.damaged = 0
         self._offsets = array("q", [-1]) * prompts
         self._finished = 0
         self._unsynced = 0
@@ -113,6 +115,11 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.close()
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise StoreError(
+                    f"{path}: cannot be locked ({error.strerror}); give the memory a local directory (NUMEM_LOCAL) on a "
+                    "filesystem with locks"
+                ) from error
             raise LeaseHeldError(
                 f"{path}: another run is decoding this batch under the same settings; wait for it and run again: what "
                 "it finished is not decoded twice"
@@ -228,6 +235,7 @@ class Journal:
             entry = _parse(line, self.settings)
             if entry is None or not 0 <= entry.index < len(self._offsets):
                 self.dropped += 1
+                self.damaged += 1
             else:
                 self._note(entry.index, at)
             at += len(line)

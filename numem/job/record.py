@@ -22,8 +22,9 @@ def silent(stage: str, done: int, total: int, tokens: int = 0) -> None:
 
 
 def record(memory: "Memory", batch: Batch, run: str, stage: str, report: Any) -> None:
-    """Keep a stage's report as a fact of the batch."""
-    memory.record(f"job/{stage}", bytes.fromhex(batch.id), {"run": run, **asdict(report)})
+    """Keep a stage's report as a fact of the batch; it names the scope, so that forgetting a tenant takes it."""
+    body = {"run": run, "scope": batch.scope, **asdict(report)}
+    memory.record(f"job/{stage}", bytes.fromhex(batch.id), body)
 
 
 def recall(memory: "Memory", batch: Batch, run: str | None, stage: str) -> Mapping[str, Any] | None:

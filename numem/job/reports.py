@@ -150,6 +150,7 @@ class DecodedReport:
         digests_equal: whether the restored rows of `digests_compared` prefixes matched those of the restore stage.
         failures: chunks that could not be used, the first `SHOWN` of `failed`.
         shown: the first `SHOWN` prompts.
+        damaged: lines of the journal that did not count, where this run had prompts to decode.
     """
 
     prompts: int
@@ -173,6 +174,7 @@ class DecodedReport:
     failed: int
     shown: tuple[PromptResult, ...]
     ms: float
+    damaged: int = 0
 
 
 @dataclass(frozen=True, slots=True)

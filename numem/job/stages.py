@@ -115,7 +115,7 @@ def restore(
     session = lm.session(pages=pages_for_lanes(1, longest + 1))
     shown: list[PrefixRestore] = []
     failures: list[str] = []
-    decisions, digests, total = DecisionLog(memory), [], Counter[str]()
+    decisions, digests, total = DecisionLog(memory, lm.identity.scope), [], Counter[str]()
     for index, (prefix, chunks) in enumerate(zip(batch.prefixes, batch.chunks(), strict=True)):
         progress("restore", index, len(batch.prefixes))
         route = session.engine.pool.allocate()

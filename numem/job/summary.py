@@ -24,9 +24,11 @@ def summarise(memory: Memory, batch: Batch, run: str) -> Summary:
     stages = {name: recall(memory, batch, run, name) or {} for name in ("prefill", "publish", "promote", "restore")}
     proof = dict(recall(memory, batch, run, "proof") or {})
     exact = proof.pop("exact", None)
-    proof.pop("run", None)
+    for name in ("run", "scope"):
+        proof.pop(name, None)
     published = stages["publish"]
     missing = published.get("missing", 0)
+    damaged = decoded.get("damaged", 0)
     failed = stages["promote"].get("failed", {})
     warnings = [
         *(f"{missing} chunks were gone before publication and were recomputed" for _ in range(1) if missing),
@@ -35,6 +37,7 @@ def summarise(memory: Memory, batch: Batch, run: str) -> Summary:
         ),
         *_some(stages["restore"].get("failures", ()), stages["restore"], "failed"),
         *_some(decoded["failures"], decoded, "failed"),
+        *(f"damaged lines of the journal, decoded again: {damaged}" for _ in range(1) if damaged),
     ]
     return Summary(
         batch=batch.id,

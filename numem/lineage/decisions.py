@@ -1,7 +1,7 @@
 """Decisions as records of a memory: written by whoever decides, found again by any process, with what they cost.
 
-record  "decision/<kind>" about the subject    {"id", "request", ..., "alternatives", "choice", "outcomes": [...]}
-record  "decision/outcome" about the subject   {"decision": id, "choice", "cost_ms", "terms"}
+record  "decision/<kind>" about the subject    {"id", "scope", "request", ..., "alternatives", "choice", "outcomes": [...]}
+record  "decision/outcome" about the subject   {"decision": id, "scope", "choice", "cost_ms", "terms"}
 
 An outcome that comes before its decision is written becomes part of it, so that most decisions are one row.
 """
@@ -28,10 +28,14 @@ class DecisionLog:
     """Decisions of one open memory. Any thread may call it; recording costs tens of microseconds and never raises for
     the memory's sake: where that is closed, only read, or cannot be written, the decision is lost and counted in
     `Memory.stats()["notes_lost"]`.
+
+    Args:
+        scope: under which the decisions are made; forgetting it takes those too that are about no state of it.
     """
 
-    def __init__(self, memory: "Memory") -> None:
+    def __init__(self, memory: "Memory", scope: bytes = b"") -> None:
         self._memory = memory
+        self._made = {"scope": scope.hex()} if scope else {}
         self._lock = Lock()
         self._open: OrderedDict[str, tuple[int, bytes, dict[str, Any]]] = OrderedDict()
 
@@ -50,7 +54,7 @@ class DecisionLog:
             InputError: an input or term is no plain value.
         """
         id = os.urandom(16).hex()
-        body = {"id": id, **decision.to_body(), "outcomes": []}
+        body = {"id": id, **self._made, **decision.to_body(), "outcomes": []}
         note = self._memory.note(PREFIX + decision.kind, decision.subject, body)
         with self._lock:
             self._open[id] = (note, decision.subject, body)
@@ -69,7 +73,7 @@ class DecisionLog:
             note, subject, body = self._open.get(decision_id, (0, b"", {}))
         measured = {"choice": choice or body.get("choice", ""), "cost_ms": finite(cost_ms), "terms": plain(terms)}
         if not self._memory.amend(note, lambda: body["outcomes"].append(measured)):
-            self._memory.note(OUTCOME, subject, {"decision": decision_id, **measured})
+            self._memory.note(OUTCOME, subject, {"decision": decision_id, **self._made, **measured})
 
     def all(self, kind: str | None = None) -> tuple[Recorded, ...]:
         """Every decision (of a kind), newest first; rows that are no decisions are passed over."""

@@ -46,6 +46,11 @@ def number(value: Term) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
+def counted(value: Term, one: str, many: str = "") -> str:
+    """A number of things: "1 state", "1,200 states", "2 entries"."""
+    return f"{number(value)} {one if value == 1 else many or one + 's'}"
+
+
 def ms(value: float) -> str:
     """A time: whole ms, or three digits where it is short."""
     return f"{value:,.0f} ms" if value >= 10 else f"{value:.3g} ms"
@@ -60,12 +65,12 @@ def _arrive(decision: Decision, measured: tuple[Measured, ...]) -> list[str]:
     known = {**done.terms, **(took.terms if took else {})}
     rows = known.get("restored", known.get("loaded", known.get("tokens"))) if ":" in name else known.get("tokens")
     how, _, tier = name.partition(":")
-    of = f"{number(rows)} of {number(tokens)} tokens" if tokens is not None and rows is not None else "its tokens"
+    of = f"{number(rows)} of {counted(tokens, 'token')}" if tokens is not None and rows is not None else "its tokens"
     said = {
         "restore": f"restored {of} from {tier}",
         "two-ended": f"restored {of} from {tier}, from the back, while the others were computed from the front",
         "resident": f"reused {of} that were in pages",
-        "recompute": f"computed {number(tokens)} tokens" if tokens is not None else "computed its tokens",
+        "recompute": f"computed {counted(tokens, 'token')}" if tokens is not None else "computed its tokens",
     }.get(how, f"chose {name}")
     parts = [] if done.cost_ms is None else [f"predicted {ms(done.cost_ms)}"]
     other = _compared(decision, done)
@@ -106,19 +111,19 @@ def _evict(decision: Decision, measured: tuple[Measured, ...]) -> list[str]:
     known = decision.inputs
     gone = [decision.subject, *decision.others] if decision.subject else list(decision.others)
     count = known.get("nodes", known.get("evictions", len(gone)))
-    what = f"{number(count)} states" if "nodes" in known else f"{number(count)} kept sequences"
-    size = f" ({number(known['bytes'])} bytes)" if "bytes" in known else ""
+    what = counted(count, "state" if "nodes" in known else "kept sequence")
+    size = f" ({counted(known['bytes'], 'byte')})" if "bytes" in known else ""
     why = f": {known['reason']}" if known.get("reason") else ""
     lines = [f"evicted {what}{size} from {known.get('tier', 'a tier')} by {decision.policy}{why}"]
     if "required_pages" in known:
         lines.append(
-            f"{number(known['required_pages'])} pages were needed, {number(known.get('free_pages'))} were free, "
-            f"{number(known.get('free_pages_after_eviction'))} are after it"
+            f"pages needed {number(known['required_pages'])}, free before {number(known.get('free_pages'))}, free after "
+            f"{number(known.get('free_pages_after_eviction'))}"
         )
     elif "used" in known:
         limit = known.get("capacity")
         room = f" of {number(limit)}" if limit is not None else ""
-        lines.append(f"{number(known.get('resident'))} states were there, {number(known['used'])}{room} bytes used")
+        lines.append(f"states there {number(known.get('resident'))}, bytes used {number(known['used'])}{room}")
     leaving = int(count) if isinstance(count, int | float) else len(gone)
     lines += _listed("went", decision.alternatives[:leaving])
     lines += _listed("stayed", decision.alternatives[leaving:])
@@ -141,18 +146,19 @@ def _promote(decision: Decision, measured: tuple[Measured, ...]) -> list[str]:
     known = decision.inputs
     took = known.get("ms")
     line = (
-        f"promoted {number(known.get('pieces'))} pieces of {1 + len(decision.others):,} states "
-        f"({number(known.get('bytes'))} bytes) to {known.get('tier')}, from {decision.choice.removeprefix('from:')}"
+        f"promoted {counted(known.get('pieces'), 'piece')} of {counted(1 + len(decision.others), 'state')} "
+        f"({counted(known.get('bytes'), 'byte')}) to {known.get('tier')}, from {decision.choice.removeprefix('from:')}"
         + (f", in {ms(took)}" if isinstance(took, int | float) else "")
     )
-    return [line, *([f"{number(known['failed'])} pieces could not be copied"] if known.get("failed") else [])]
+    return [line, *([f"{counted(known['failed'], 'piece')} could not be copied"] if known.get("failed") else [])]
 
 
 def _drop(decision: Decision, measured: tuple[Measured, ...]) -> list[str]:
     known = decision.inputs
     line = (
-        f"dropped {number(known.get('entries'))} cache entries ({number(known.get('bytes'))} bytes) at the limit "
-        f"{known.get('reason')}, {number(known.get('waiting'))} were waiting"
+        f"dropped {counted(known.get('entries'), 'cache entry', 'cache entries')} "
+        f"({counted(known.get('bytes'), 'byte')}) at the limit {known.get('reason')}, {number(known.get('waiting'))} "
+        "waiting"
     )
     return [line, str(known["sentence"])] if known.get("sentence") else [line]
 

@@ -116,7 +116,7 @@ class TransformerDecoder:
         if not len(rows.wanted):
             return torch.empty((0, d.vocab))
         last = x if len(rows.wanted) == m else x[rows.wanted]
-        return self.head(rms_norm(last, self.final_norm, eps, offset=d.norm.offset), rows.out)
+        return self.head(rms_norm(last, self.final_norm, eps, offset=d.norm.offset), rows.out, peaks=rows.peaks)
 
     def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
         buffer = self._buffers.get(name)

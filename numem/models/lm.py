@@ -84,15 +84,16 @@ class LM:
             memory: durable plane to restore from and publish to; it is closed after the runtime.
             tier: tier to restore from (default: the nearest).
             tokens: pages are made for so many tokens of every lane (default: max_position).
-            policy: which kept pages go first, a name of `numem.policy`.
+            policy: which kept pages go first: "value" (the least expected cost of losing them), or a name of
+                `numem.policy`.
             queue: requests that may be open at once.
         """
-        pages = pages_for_lanes(lanes, tokens or self.max_position)
+        pages = pages_for_lanes(lanes, self.max_position if tokens is None else tokens)
 
         @contextmanager
         def scheduler(on_token: Callable[[Token], None]) -> Iterator[Scheduler]:
             session = self.session(pages=pages)
-            log = None if memory is None else DecisionLog(memory)
+            log = None if memory is None else DecisionLog(memory, self.identity.scope)
             with Arrivals(session, memory, tier=tier, decisions=log) as arrivals:
                 residency = Residency(
                     session.engine,

@@ -13,8 +13,10 @@ import torch
 
 from numem.errors import CapacityError, ContextLengthError, InputError
 from numem.identity.chain import PAGE_TOKENS
+from numem.kernels.linear import Peaks
 from numem.runtime.paging.pages import PageStorage
 from numem.runtime.paging.pool import Capacity, PagePool, Reservation, Route
+from numem.runtime.sampling import Peak
 from numem.state.spec import StateSpec
 
 # Rows of one forward call. Any value gives the same bits; this one keeps the activations of a layer in cache.
@@ -31,7 +33,8 @@ class Rows:
         lane: int32 [M], index into `tables`.
         tables: int32 [lanes, pages], block tables padded with -1.
         wanted: int64 [R], rows whose logits are asked for.
-        out: float32 [R, vocab], where they may be written, or None.
+        out: float32 [R, vocab], where they are to be written, or None.
+        peaks: where the largest of each of them is to be noted, or None.
     """
 
     tokens: torch.Tensor
@@ -41,9 +44,10 @@ class Rows:
     tables: torch.Tensor
     wanted: torch.Tensor
     out: torch.Tensor | None = None
+    peaks: Peaks | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """Tokens to evaluate at consecutive positions of a page table.
 
@@ -95,7 +99,7 @@ class Engine:
         self.pool = PagePool(physical, PAGE_TOKENS, self.storage.guard)
         self.page_copies = 0
         self.rows_computed = 0
-        self._arrays = _Arrays((0, 0, 0, 0), None)
+        self._arrays = _Arrays((0, 0, 0, 0), 0, None)
 
     def append(self, items: Sequence[tuple[Route, Sequence[int]]], *, logits: str = "last") -> list[np.ndarray]:
         """Evaluate tokens at the end of routes; all routes change, or none does.
@@ -152,14 +156,11 @@ class Engine:
         """Give a route's pages back."""
         self.pool.release(route)
 
-    def evaluate(self, spans: Sequence[Span], *, lend: bool = False) -> list[np.ndarray]:
+    def evaluate(self, spans: Sequence[Span]) -> list[np.ndarray]:
         """Evaluate spans in one pass; keys and values are written into their pages, and no route changes.
 
         The caller holds the pages (a reservation, uncommitted) and commits or aborts; every earlier position of a span's
         pages holds its row already.
-
-        Args:
-            lend: the logits may lie in a buffer that the next call overwrites.
 
         Returns:
             One float32 array per span: [vocab], [len(tokens), vocab] or [0], as its `logits` asks.
@@ -168,6 +169,39 @@ class Engine:
             InputError: a token outside the vocabulary; nothing was written.
             IntegrityError: a sealed page that a span reads changed; nothing was written.
         """
+        flat = self._evaluate(spans, lend=False)
+        out, at = [], 0
+        for s in spans:
+            count = _results(s)
+            out.append(flat[at] if s.logits == "last" else flat[at : at + count] if count else flat[:0, 0])
+            at += count
+        return out
+
+    def evaluate_lent(self, spans: Sequence[Span]) -> tuple[list[np.ndarray], list[Peak | None]]:
+        """As `evaluate`, for spans of which at most the last logits are asked for; these lie in a buffer that the next
+        call overwrites.
+
+        Returns:
+            One array per span, [vocab] or [0], and where its largest logit is, None of no logits.
+        """
+        flat = self._evaluate(spans, lend=True)
+        each, found_at = self._arrays.each, self._arrays.tensors.peaks
+        if flat is not self._arrays.logits or found_at is None:
+            each, found_at = list(flat), Peaks.of(len(flat), self.decoder.vocab)
+            found_at.find(torch.from_numpy(flat))
+        peaks: list[Peak | None] = list(zip(found_at.index.tolist(), found_at.value.tolist(), strict=True))
+        if len(each) == len(spans):
+            return each, peaks
+        nothing = flat[:0].reshape(-1)
+        asked = [at for at, s in enumerate(spans) if _results(s)]
+        rows = [nothing] * len(spans)
+        found: list[Peak | None] = [None] * len(spans)
+        for at, row, peak in zip(asked, each, peaks, strict=True):
+            rows[at], found[at] = row, peak
+        return rows, found
+
+    def _evaluate(self, spans: Sequence[Span], *, lend: bool) -> np.ndarray:
+        """Logits [R, vocab] of the rows that the spans ask for, in their order."""
         if self.storage.guard is not None:
             self.storage.guard.verify({page for s in spans for page in s.pages[: s.start // PAGE_TOKENS]})
         tokens: list[int] = []
@@ -188,7 +222,7 @@ class Engine:
         shape = (len(tokens), len(spans), max(len(s.pages) for s in spans), len(wanted))
         if self._arrays.shape != shape or (self._arrays.logits is not None) is not lend:
             lent = np.empty((len(wanted), self.decoder.vocab), dtype=np.float32) if lend else None
-            self._arrays = _Arrays(shape, lent)
+            self._arrays = _Arrays(shape, self.decoder.vocab, lent)
         arrays = self._arrays
         arrays.rows[:] = (tokens, positions, slots)
         arrays.lane[:] = lanes
@@ -196,14 +230,8 @@ class Engine:
         for lane, s in enumerate(spans):
             arrays.tables[lane, : len(s.pages)] = s.pages
         flat = self._forward(arrays)
-        each = arrays.each if flat is arrays.logits else flat
         self.rows_computed += len(tokens)
-        out, at = [], 0
-        for s in spans:
-            count = _results(s)
-            out.append(each[at] if s.logits == "last" else flat[at : at + count] if count else flat[:0, 0])
-            at += count
-        return out
+        return flat
 
     def _forward(self, arrays: "_Arrays") -> np.ndarray:
         """Logits of the wanted rows, evaluated at most MAX_ROWS at a time."""
@@ -234,10 +262,11 @@ class _Arrays:
 
     Args:
         shape: rows, lanes, pages of the longest lane, rows whose logits are wanted.
+        vocab: width of these.
         logits: where these go, [R, vocab], or None for a fresh array.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], logits: np.ndarray | None) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], vocab: int, logits: np.ndarray | None) -> None:
         rows, lanes, pages, wanted = self.shape = shape
         self.rows = np.empty((3, rows), dtype=np.int64)
         self.lane = np.empty(rows, dtype=np.int32)
@@ -248,7 +277,14 @@ class _Arrays:
         self.logits = logits
         self.each = [] if logits is None else list(logits)
         self.tensors = Rows(
-            tokens, positions, slots, lane, tables, of, None if logits is None else torch.from_numpy(logits)
+            tokens,
+            positions,
+            slots,
+            lane,
+            tables,
+            of,
+            None if logits is None else torch.from_numpy(logits),
+            None if logits is None or not wanted else Peaks.of(wanted, vocab),
         )
 
 

@@ -8,6 +8,7 @@ runtime thread     submit, cancel -> scheduler.step() -> tokens, outcomes
 """
 
 import asyncio
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -28,8 +29,8 @@ T = TypeVar("T")
 class Runtime:
     """Serves requests from a thread of its own, between entering and leaving a `with` or `async with` statement.
 
-    Leaving ends every request as cancelled and joins the thread. An idle thread sleeps. If it fails, everybody who
-    waits is told, and so is whoever comes later.
+    Leaving ends every request as cancelled and joins the thread; so does the end of the interpreter. An idle thread
+    sleeps. If it fails, everybody who waits is told, and so is whoever comes later.
 
     Args:
         scheduler_factory: called on the thread with the `on_token` that the scheduler must be given; returns the
@@ -124,6 +125,7 @@ class Runtime:
         self._stop()
         if self._thread is not None:
             self._thread.join()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
         with self._lock:
@@ -131,6 +133,8 @@ class Runtime:
                 raise ClosedError("runtime: it was opened before; make another one")
             self._thread = threading.Thread(target=self._serve, name="numem-runtime", daemon=True)
             self._thread.start()
+        # An interpreter that ends under a thread which is inside the model would be aborted.
+        atexit.register(self.close)
         self._started.wait()
         if self._failure is not None:
             raise self._failure

@@ -1,11 +1,14 @@
 """A request and its outcome: what a caller asks of the resident plane, and what became of it."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from typing import Protocol
 
 import numpy as np
 
+from numem.errors import InputError
 from numem.runtime.restore.kv import Restored
 from numem.runtime.sampling import GREEDY, Sampler
 
@@ -38,6 +41,9 @@ class Request:
         deadline_s: seconds from submission after which it is ended, whatever it has by then.
         publish: make the state durable when it ends (checkpoint queue).
         witness: keep the logits of every step and the final cache bytes, for a proof.
+
+    Raises:
+        InputError: a value of another type: found later, it would end every request that is served beside this one.
     """
 
     id: str
@@ -52,12 +58,31 @@ class Request:
     publish: bool = False
     witness: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or any("\ud800" <= c <= "\udfff" for c in self.id):
+            raise InputError(f"request {self.id!r}: its id is no text; give it a string")
+        deadline = 0.0 if self.deadline_s is None else self.deadline_s
+        kinds = (
+            ("tokens", self.tokens, Sequence | np.ndarray),
+            ("max_new_tokens", self.max_new_tokens, int | np.integer),
+            ("sampler", self.sampler, Sampler),
+            ("eos", self.eos, Collection),
+            ("samples", self.samples, int | np.integer),
+            ("priority", self.priority, int | np.integer),
+            ("deadline_s", deadline, Real),
+        )
+        for name, value, kind in kinds:
+            if not isinstance(value, kind) or isinstance(value, bool | str | bytes):
+                found = type(value).__name__
+                raise InputError(f"request {self.id!r}: {name} is of type {found}; see numem.runtime.request.Request")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Token:
     """One generated token, as it is told while its sequence goes on.
 
     Attributes:
+        sample: which of the request's samples.
         index: zero-based, without holes, never twice for a sequence.
         text: what is certain to follow the text told before, possibly empty; never a part of a stop string.
     """

@@ -13,6 +13,9 @@ import numpy as np
 
 from numem.errors import InputError, ModelError
 
+# Index and value of the largest logit.
+Peak = tuple[int, float]
+
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
@@ -36,20 +39,26 @@ class Sampler:
         if self.top_k < 0 or not (0.0 < self.top_p <= 1.0):
             raise InputError(f"sampler: top_k {self.top_k} must be >= 0 and top_p {self.top_p} in (0, 1]")
 
-    def choose(self, logits: np.ndarray, position: int, vocab: int | None = None) -> int:
+    def choose(self, logits: np.ndarray, position: int, vocab: int | None = None, peak: Peak | None = None) -> int:
         """Token chosen at `position` from float32 logits [vocab_size]; ids from `vocab` on (padding) are never chosen.
+
+        Args:
+            peak: index and value of the largest of them where they are known: the first of equals, or the first NaN.
 
         Raises:
             ModelError: the largest logit is NaN or infinite.
         """
-        row = np.asarray(logits, dtype=np.float32)[:vocab]
-        best = int(row.argmax())  # the first of equals, and the first NaN where there is one
-        if not math.isfinite(row[best]):
+        if peak is None:
+            row = np.asarray(logits, dtype=np.float32)[:vocab]
+            best = int(row.argmax())
+            peak = best, float(row[best])
+        if not math.isfinite(peak[1]):
             raise ModelError(
                 f"sampler: logits at position {position} are not finite; the weights or the state are damaged"
             )
         if self.temperature == 0.0:
-            return best
+            return peak[0]
+        row = np.asarray(logits, dtype=np.float32)[:vocab]
         # Stable order: descending logit, ties by ascending id.
         order = np.argsort(-row, kind="stable")
         if self.top_k:

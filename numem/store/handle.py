@@ -66,7 +66,7 @@ class Handle:
         """Append a decision or observation (plain JSON) and return its sequence; durable after `flush` or `close`."""
         parts = self._open().require_writes()
         try:
-            to_json(body)
+            f"{kind}{to_json(body)}".encode()  # half of a surrogate pair is JSON, and no text
         except (TypeError, ValueError) as error:
             raise InputError(f"record {kind!r}: the body is not plain JSON ({error})") from error
         record = Record(parts.clock.next(), kind, bytes(subject), dict(body))

@@ -212,14 +212,29 @@ class Memory(Handle):
         `pieces` asks for some of them alone, by their place in the node.
 
         What a reader asks: any tier will do, and a copy counts until something finds it bad. A publisher asks `durable`.
+
+        Raises:
+            NotFoundError: this memory has no such tier.
         """
         parts = self._open()
+        if tier is not None:
+            self.require_tier(tier)
         parts.catalog.refresh("placements", "nodes")
         node = parts.catalog.nodes.get(id)
         if node is None:
             return False
         wanted = node.pieces if pieces is None else [node.pieces[index] for index in pieces]
         return all(parts.reader.replicas(content, tier) for content in wanted)
+
+    def require_tier(self, name: str) -> None:
+        """Refuse the name of a tier that this memory does not have.
+
+        Raises:
+            NotFoundError: it names those that there are.
+        """
+        known = self._open().work.specs
+        if name not in known:
+            raise NotFoundError(f"no tier {name!r} in this memory; it has {', '.join(known)}")
 
     def durable(self, id: bytes) -> bool:
         """Whether a node is published and every piece lies in the home tier: ready there, its file present and long

@@ -7,6 +7,7 @@ first in line   follows a leader?  -> parked until the leader holds the shared r
                                       else everybody waits: nobody overtakes the first for pages
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from numem.policy.decision import Alternative, Decision
 from numem.runtime.engine import Engine
 from numem.runtime.lanes.leaving import Leaving
 from numem.runtime.lanes.sequence import Entry, State
-from numem.runtime.lanes.sharing import Source, exclusive_pages, find_source, pages_needed, tail_to_copy
+from numem.runtime.lanes.sharing import Source, find_source, freed_pages, full_pages, pages_needed, tail_to_copy
 from numem.runtime.lanes.waiting import Waiting
 from numem.runtime.paging.pool import Route
 from numem.runtime.request import Finish, Request
@@ -73,7 +74,7 @@ class Admission:
             waiting.park(source.leader, source.boundary)
             return True
         try:
-            route = self._place(entry, source, running)
+            route, source = self._place(entry, source, running)
         except CapacityError as error:
             if running or len(self._leaving):
                 self._stuck = (entry, s.engine.pool.free)
@@ -97,19 +98,32 @@ class Admission:
             entry, running, s.engine.pool, s.residency, share=self._share, moving_since=s.steps - s.stall_steps
         )
 
-    def _place(self, entry: Entry, source: Source, running: dict[Entry, None]) -> Route:
-        """A route over the shared rows, with a lane free and the pages of all rows to come set aside.
+    def _place(self, entry: Entry, source: Source, running: dict[Entry, None]) -> tuple[Route, Source]:
+        """A route over the shared rows, with a lane free and the pages of all rows to come set aside; and what it shares.
+
+        A partial tail takes a page more than the rows need, as long as its other holder stays. Where that does not fit,
+        the full pages before it are shared.
 
         Raises:
             CapacityError: it does not fit; nothing has changed.
         """
+        try:
+            return self._fork(entry, source, running), source
+        except CapacityError:
+            full = full_pages(self._scheduler.engine.pool, source)
+            if full.length == source.length:
+                raise
+            return self._fork(entry, full, running), full
+
+    def _fork(self, entry: Entry, source: Source, running: dict[Entry, None]) -> Route:
+        """`_place` with all of the shared rows."""
         pool = self._scheduler.engine.pool
         tail = tail_to_copy(pool, source.owner, source.length)
         need = pages_needed(pool, entry, source.length)
         # Fork first: what the fork holds stays, whoever has to go.
         route = pool.allocate() if source.route is None else pool.fork(source.route, source.length)
         try:
-            self._room(entry, need + (tail >= 0), running)
+            self._room(entry, need + (tail is not None), running)
             entry.capacity = pool.capacity(need)
             self._set_tail_aside(source.owner, tail)
         except BaseException:
@@ -117,8 +131,8 @@ class Admission:
             raise
         return route
 
-    def _set_tail_aside(self, owner: Entry | None, tail: int) -> None:
-        if tail >= 0 and owner is not None and owner.capacity is not None:
+    def _set_tail_aside(self, owner: Entry | None, tail: tuple[int, int] | None) -> None:
+        if tail is not None and owner is not None and owner.capacity is not None:
             # The same capacity: an arrival of the owner draws from it too.
             self._scheduler.engine.pool.extend(owner.capacity, 1)
             owner.tail = tail
@@ -133,15 +147,21 @@ class Admission:
         pool, residency = s.engine.pool, s.residency
         available = pool.free
         if available < pages and residency is not None:
-            available = residency.plan(pages).available_pages
+            if len(running) < s.capacity:
+                plan = residency.make_room(pages, request=entry.request.id)
+                if plan.admissible:
+                    return
+            else:
+                plan = residency.plan(pages)
+            available = plan.available_pages
         victims: list[Entry] = []
         able = [other for other in running if other.request.priority < entry.request.priority]
         able.sort(key=lambda other: (other.request.priority, -other.order))
         for other in able:
-            if available >= pages and len(running) - len(victims) < s.capacity:
+            if available + freed_pages(pool, victims) >= pages and len(running) - len(victims) < s.capacity:
                 break
             victims.append(other)
-            available += exclusive_pages(pool, other)
+        available += freed_pages(pool, victims)
         if available < pages or len(running) - len(victims) >= s.capacity:
             raise CapacityError(
                 f"request {entry.request.id!r}: needs {pages} pages and {available} of {pool.physical} can be had; "
@@ -162,7 +182,7 @@ class Admission:
         alternatives = [
             Alternative(
                 other.name,
-                terms={"priority": other.request.priority, "pages": exclusive_pages(pool, other)},
+                terms={"priority": other.request.priority, "pages": freed_pages(pool, (other,))},
             )
             for other in able
             if other.name != chosen
@@ -224,7 +244,7 @@ class Admission:
                 break
             tail = tail_to_copy(pool, leader, route.length)
             need = pages_needed(pool, entry, route.length)
-            if pool.free < need + (tail >= 0):
+            if pool.free < need + (tail is not None):
                 break
             entry.capacity = pool.capacity(need)
             self._set_tail_aside(leader, tail)
@@ -242,13 +262,16 @@ def check_request(request: Request, engine: Engine) -> None:
     """Refuse a request that an engine can never run.
 
     Raises:
-        InputError: no tokens, ids outside the vocabulary, a negative number of tokens to generate, no samples.
+        InputError: no tokens, ids outside the vocabulary, a negative number of tokens to generate, no samples, a deadline
+            that is no number.
         ContextLengthError: the prompt passes max_position.
         CapacityError: more pages than there are.
     """
     name, limit = f"request {request.id!r}", engine.max_position
     if not request.tokens or request.max_new_tokens < 0 or request.samples < 1:
         raise InputError(f"{name}: the prompt is empty, max_new_tokens is negative, or samples is not positive")
+    if request.deadline_s is not None and math.isnan(request.deadline_s):
+        raise InputError(f"{name}: deadline_s is no number")
     ids = np.frombuffer(pack_tokens(request.tokens), dtype=">i8")
     if any(isinstance(t, bool) for t in request.tokens) or ids.min() < 0 or ids.max() >= engine.decoder.vocab:
         raise InputError(f"{name}: token ids must be integers in [0, {engine.decoder.vocab})")

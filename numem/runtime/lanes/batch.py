@@ -15,6 +15,7 @@ from numem.runtime.lanes.iteration import Demand, Kind, Limits, plan_iteration
 from numem.runtime.lanes.sequence import Entry
 from numem.runtime.paging.route import Reservation
 from numem.runtime.restore.arrival import Work
+from numem.runtime.sampling import Peak
 
 
 @dataclass(slots=True)
@@ -98,21 +99,22 @@ def evaluate(engine: Engine, decoding: list[Entry], arriving: list[tuple[Entry, 
                 batch.works.append(work)
                 spans.append(work.span)
         if spans:
-            batch.rows = engine.evaluate(spans, lend=True)
+            batch.rows, peaks = engine.evaluate_lent(spans)
             vocab = engine.decoder.vocab
-            batch.chosen = [choose(e, row, vocab) for e, row in zip(batch.entries, batch.rows, strict=True)]
+            found = zip(batch.entries, batch.rows, peaks, strict=True)
+            batch.chosen = [choose(entry, row, peak, vocab) for entry, row, peak in found]
     except BaseException:
         _abort(engine, batch)
         raise
     return batch
 
 
-def choose(entry: Entry, row: np.ndarray, vocab: int) -> int | ModelError | None:
-    """An entry's next token from logits."""
+def choose(entry: Entry, row: np.ndarray, peak: Peak | None, vocab: int) -> int | ModelError | None:
+    """An entry's next token from logits, whose largest is `peak` (None: not known)."""
     if not len(row) or not entry.request.max_new_tokens:
         return None
     try:
-        return entry.sampler.choose(row, len(entry.tokens) - 1, vocab)
+        return entry.sampler.choose(row, len(entry.tokens) - 1, vocab, peak)
     except ModelError as error:
         return error
 

@@ -1,4 +1,4 @@
-"""What one iteration evaluates, and which request sits in which lane: pure plans over plain values.
+"""What one iteration evaluates: a pure plan over plain values.
 
 budget   | decode rows, one a sequence | repair | prefill pieces, cut at multiples of the chunk |
                                         never into what is kept for prefill while prefill waits
@@ -99,38 +99,3 @@ def _piece(limits: Limits, demand: Demand) -> int:
         return 1
     chunk = limits.prefill_chunk_size if demand.kind is Kind.PREFILL else limits.repair_chunk_size
     return min(demand.tokens, chunk - demand.position % chunk)
-
-
-@dataclass(frozen=True, slots=True)
-class LanePlan:
-    """Who sits where.
-
-    Attributes:
-        lanes: an id or None per lane.
-        retained: ids that keep their lane; refill: (lane, id) that are new in theirs; retired: ids that leave;
-        deferred: ids without a lane.
-    """
-
-    lanes: tuple[str | None, ...]
-    retained: tuple[str, ...]
-    refill: tuple[tuple[int, str], ...]
-    retired: tuple[str, ...]
-    deferred: tuple[str, ...]
-
-
-def plan_lanes(lanes: Sequence[str | None], wanted: Sequence[str]) -> LanePlan:
-    """Seat `wanted` ids: who has a lane keeps it, vacancies go from the lowest to the others in their order."""
-    present = set(wanted)
-    seats = [id if id in present else None for id in lanes]
-    seated = {id for id in seats if id is not None}
-    arriving = [id for id in wanted if id not in seated]
-    refill = tuple(zip((i for i, id in enumerate(seats) if id is None), arriving, strict=False))
-    for lane, id in refill:
-        seats[lane] = id
-    return LanePlan(
-        tuple(seats),
-        tuple(id for id in lanes if id in seated),
-        refill,
-        tuple(id for id in lanes if id is not None and id not in seated),
-        tuple(arriving[len(refill) :]),
-    )

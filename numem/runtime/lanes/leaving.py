@@ -116,4 +116,4 @@ class Leaving:
             self._engine.release(entry.route)
         if entry.capacity is not None:
             entry.capacity.release()
-        entry.arrival = entry.route = entry.capacity = None
+        entry.arrival = entry.route = entry.capacity = entry.tail = None

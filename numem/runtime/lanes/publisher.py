@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from numem.errors import NumemError
 from numem.identity.chain import CHUNK_TOKENS, PAGE_TOKENS
 from numem.runtime.continuation import Published, Session, provenance
 from numem.runtime.paging.route import PageLease, Route
@@ -43,7 +42,7 @@ class Publication:
         """Why it is not durable; empty where it is."""
         try:
             self.captured.result(0).wait(0)
-        except (NumemError, OSError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it raised, it is this publication that failed
             return f"publish: {error}"
         return ""
 
@@ -76,10 +75,11 @@ class Publisher:
 
     def collect(self) -> list[Publication]:
         """Those that have ended since; leases of captured pages are released."""
+        # First who has ended: whoever ends meanwhile keeps its lease until the next call.
+        ended = [p for p in self._pending if p.done]
         for publication in self._pending:
             if publication.captured.done() and not publication.lease.released:
                 publication.lease.release()
-        ended = [p for p in self._pending if p.done]
         self._pending = [p for p in self._pending if p not in ended]
         return ended
 

@@ -8,7 +8,6 @@ submit -> waiting -> admitted into a lane: pages set aside, shared rows forked, 
 One thread calls every method and owns pages and model. What a sequence generates depends on its request alone.
 """
 
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,7 @@ from numem.runtime.lanes.batch import choose, commit, evaluate, grants
 from numem.runtime.lanes.iteration import Limits
 from numem.runtime.lanes.leaving import Leaving
 from numem.runtime.lanes.sequence import Entry, State, Text
-from numem.runtime.lanes.waiting import Waiting
+from numem.runtime.lanes.waiting import Deadlines, Waiting
 from numem.runtime.request import Finish, Outcome, Request, Token, TokenStream
 from numem.runtime.restore.arrivals import Arrivals
 from numem.runtime.sampling import Sampler
@@ -48,7 +47,8 @@ class Scheduler:
         capacity: lanes.
         memory: durable plane to restore from and publish to, or None.
         tier: tier to restore from (default: the nearest).
-        arrivals: how rows of a prompt come into pages; default: restored from the memory, then computed.
+        arrivals: how rows of a prompt come into pages; default: by what is measured to be soonest there, restored from
+            the memory, computed, or both at once.
         residency: keeps the pages of ended sequences for prompts to come; None: nothing is kept.
         decisions: where preemptions are recorded, or None.
         detokenize: makes a stream that turns ids into text, for texts and stop strings.
@@ -99,7 +99,7 @@ class Scheduler:
         self._waiting = Waiting()
         self._running: dict[Entry, None] = {}
         self._leaving = Leaving(session, memory, residency)
-        self._deadlines: list[tuple[float, int, Entry]] = []
+        self._deadlines = Deadlines()
         self._outcomes: list[Outcome] = []
         self._told: deque[Token] = deque()
         self._closed = False
@@ -266,8 +266,7 @@ class Scheduler:
         self._entries[request.id] = entries
         for entry in entries.copy():
             self._waiting.push(entry)
-            if deadline is not None:
-                heapq.heappush(self._deadlines, (deadline, entry.order, entry))
+            self._deadlines.push(entry)
 
     def ended(self, entry: Entry, finish: Finish, error: str = "") -> None:
         """End a sequence wherever it is."""
@@ -305,8 +304,7 @@ class Scheduler:
             self._admission.changed()
 
     def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self.clock():
-            entry = heapq.heappop(self._deadlines)[2]
+        while (entry := self._deadlines.pop(self.clock())) is not None:
             if entry.state is not State.ENDED:
                 self.ended(entry, Finish.DEADLINE)
 
@@ -388,7 +386,7 @@ class Scheduler:
         samples = self._entries[entry.request.id]
         if len(samples) > 1:
             for sample in self._admission.split(entry, samples, self._running, self._waiting):
-                token = choose(sample, row, self.engine.decoder.vocab)
+                token = choose(sample, row, None, self.engine.decoder.vocab)
                 assert token is not None
                 self._take(sample, token, row)
 

@@ -60,7 +60,7 @@ class Entry:
         table: int32 [pages], its page table while decoding, followed by unused entries.
         origin: the entry it was forked from.
         counted: leading rows whose source is in the outcome already.
-        tail: physical page of a partial tail for whose copy a page was set aside.
+        tail: (pages of the route, physical page) of a partial tail for whose copy a page was set aside.
         moved: the step in which it last gained rows.
         tickets: of chunks published at its preemption.
     """
@@ -84,7 +84,7 @@ class Entry:
     origin: "Entry | None" = None
     shared: int = 0
     counted: int = 0
-    tail: int = -1
+    tail: tuple[int, int] | None = None
     moved: int = 0
     admitted: float | None = None
     tickets: "list[Ticket]" = field(default_factory=list)

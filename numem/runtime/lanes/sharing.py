@@ -4,6 +4,7 @@ new      |== common with a running sequence ==|-- own --|
 leader   |== rows it holds ==|-- on their way --|          worth waiting for where at least a page is
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -90,18 +91,33 @@ def pages_needed(pool: PagePool, entry: Entry, shared: int) -> int:
     return pool.pages_for(rows) - shared // pool.page_tokens
 
 
-def tail_to_copy(pool: PagePool, owner: Entry | None, length: int) -> int:
-    """Physical page of the owner's partial tail that a fork of `length` rows would share and for whose copy no page was
-    set aside yet, or -1. Whoever of the two writes first copies it."""
+def full_pages(pool: PagePool, source: Source) -> Source:
+    """As much of a source as shares no partial page."""
+    length = source.length - source.length % pool.page_tokens
+    if source.route is None or not length or not pool.fork_allowed(source.route, length):
+        return Source()
+    return Source(source.route, length, source.owner)
+
+
+def tail_to_copy(pool: PagePool, owner: Entry | None, length: int) -> tuple[int, int] | None:
+    """The owner's partial tail, as (pages of its route, physical page), if a fork of `length` rows would share it and no
+    page was set aside yet for its copy. Whoever of the two writes first copies it."""
     if owner is None or owner.held is None:
-        return -1
+        return None
     route = owner.held
     shares = route.length % pool.page_tokens and pool.pages_for(length) == len(route.pages)
-    return route.pages[-1] if shares and route.pages[-1] != owner.tail else -1
+    tail = (len(route.pages), route.pages[-1]) if shares else None
+    return tail if tail != owner.tail else None
 
 
-def exclusive_pages(pool: PagePool, entry: Entry) -> int:
-    """Pages that become free when an entry loses its lane."""
-    held = entry.held
-    own = sum(pool.refs(page) == 1 for page in held.pages) if held is not None else 0
-    return own + (entry.capacity.left if entry.capacity is not None else 0)
+def freed_pages(pool: PagePool, entries: Iterable[Entry]) -> int:
+    """Pages that become free when these entries lose their lanes: held by nobody else, reserved, or set aside."""
+    held: Counter[int] = Counter()
+    aside = 0
+    for entry in entries:
+        route = entry.held
+        if route is not None:
+            held.update(route.pages)
+            held.update(route.pending.taken if route.pending is not None else ())
+        aside += entry.capacity.left if entry.capacity is not None else 0
+    return aside + sum(pool.refs(page) == count for page, count in held.items())

@@ -1,9 +1,12 @@
-"""Who waits for a lane: by priority and order of submission, followers of a leader apart."""
+"""Who waits for a lane, by priority and order of submission, followers of a leader apart; and whose time is up."""
 
 import heapq
 from collections.abc import Iterator
 
-from numem.runtime.lanes.sequence import Entry
+from numem.runtime.lanes.sequence import Entry, State
+
+# Deadlines are looked through for those of ended entries when so many have come.
+DEADLINES = 64
 
 
 class Waiting:
@@ -81,3 +84,28 @@ class Waiting:
         """Bring back the followers of leaders that gained no row since a step."""
         for leader in [leader for leader in self._parked if leader.moved < since]:
             self.release(leader)
+
+
+class Deadlines:
+    """Entries by their deadlines, forgotten some time after they ended."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Entry]] = []
+        self._most = DEADLINES
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, entry: Entry) -> None:
+        """Note an entry's deadline, if it has one."""
+        if entry.deadline is None:
+            return
+        if len(self._heap) >= self._most:
+            self._heap = [item for item in self._heap if item[2].state is not State.ENDED]
+            heapq.heapify(self._heap)
+            self._most = max(DEADLINES, 2 * len(self._heap))
+        heapq.heappush(self._heap, (entry.deadline, entry.order, entry))
+
+    def pop(self, now: float) -> Entry | None:
+        """Take out an entry whose deadline has come, if there is one."""
+        return heapq.heappop(self._heap)[2] if self._heap and self._heap[0][0] <= now else None

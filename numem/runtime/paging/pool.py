@@ -139,7 +139,7 @@ class PagePool:
                 alive also if it is aborted.
         """
         if prospective and route.pending and route in self._routes:
-            pages, length = route.pending.pages, route.length + route.pending.count
+            pages, length = tuple(route.pending.pages), route.length + route.pending.count
         else:
             self._settled(route, "lease")
             pages, length = tuple(route.pages), route.length
@@ -218,10 +218,11 @@ class PagePool:
             capacity.left -= drawn
             self._promised -= drawn
         if copy_tail:
-            table = (*pages[:-1], *taken)
+            table = [*pages[:-1], *taken]
             made = Reservation(route, length, count, tuple(taken[1:]), (pages[-1], taken[0]), table, capacity, drawn)
         else:
-            made = Reservation(route, length, count, tuple(taken), None, (*pages, *taken), capacity, drawn)
+            table = [*pages, *taken] if taken else pages
+            made = Reservation(route, length, count, tuple(taken), None, table, capacity, drawn)
         route.pending = made
         return made
 
@@ -230,7 +231,7 @@ class PagePool:
         self._resolvable(reservations, "commit")
         for r in reservations:
             self._settle(r)
-            r.route.pages = list(r.pages)
+            r.route.pages = r.pages
             r.route.length = r.expected + r.count
             self.touch(r.route)
             if r.replaced:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from numem.errors import InputError
 from numem.identity.chain import CHUNK_TOKENS, boundary_id
-from numem.policy import Policy, make
+from numem.policy import NAMES, Policy, make
 from numem.policy.admission_plan import AdmissionPlan, Snapshot, plan_admission
 from numem.policy.decision import Decision, Term
 from numem.policy.reuse import ReuseRate
@@ -89,6 +89,8 @@ class Residency:
         tier: str | None = None,
         scope: bytes = b"",
     ) -> None:
+        if policy != VALUE and policy not in NAMES:
+            raise InputError(f"residency: policy {policy!r}; use one of {VALUE}, {', '.join(NAMES)}")
         self.engine = engine
         self.policy = policy
         self._order: Policy | None = None if policy == VALUE else make(policy, engine.pool.physical)

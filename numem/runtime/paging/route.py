@@ -13,7 +13,7 @@ class Route:
     """The pages of one sequence.
 
     Attributes:
-        pages: physical pages in logical order.
+        pages: physical pages in logical order; a new list where they change, so that an old one stays as it was.
         length: tokens held.
         floors: windowed groups of which the rows below a position are not held.
         pending: the append under way, or None.
@@ -30,9 +30,9 @@ class Route:
     leases: int = 0
 
 
-@dataclass(eq=False, frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Reservation:
-    """Room for `count` more tokens on a route, not yet part of it.
+    """Room for `count` more tokens on a route, not yet part of it; never changed.
 
     Attributes:
         expected: the route's length when reserved; commit demands that it still holds.
@@ -47,7 +47,7 @@ class Reservation:
     count: int
     added: tuple[int, ...]
     replaced: tuple[int, int] | None
-    pages: tuple[int, ...]
+    pages: list[int]
     capacity: "Capacity | None" = None
     drawn: int = 0
 

@@ -15,7 +15,7 @@ from numem.policy.decision import Decision
 from numem.policy.two_ended import Part, beaten, expected, step_helps
 from numem.runtime.engine import Engine, Span
 from numem.runtime.paging.pool import Capacity, Reservation, Route
-from numem.runtime.restore.kv import Restored, place
+from numem.runtime.restore.kv import Restored, floors_after, place
 from numem.runtime.restore.loader import Load, Loader, Wanted, observe
 
 # Fewer rows of one step tell of the step, not of the rows.
@@ -84,6 +84,8 @@ class Arrival:
         self._waits = False
         self._reservation: Reservation | None = None
         self._landed: dict[int, int] = {}
+        self._whole = route.length
+        self._floors = route.floors
         self._work: Work | None = None
         self._worked = 0.0
 
@@ -98,6 +100,8 @@ class Arrival:
         """
         self._loader, self._load, self._wanted = loader, load, tuple(wanted)
         self._reservation, self._waits = reservation, waits
+        # Said before the first row lands, so that nobody takes what is left out for rows.
+        self._set_floors()
 
     @property
     def done(self) -> bool:
@@ -151,6 +155,8 @@ class Arrival:
                 self._engine.pool.commit([work.reservation])
             self.computed += rows
             self.front += rows
+            if self._whole == work.span.start:
+                self._whole = self.front
             self._measure(work, (time.perf_counter() - self._worked) * 1e3 if ms is None else ms)
             self._meet()
         elif work.reservation is not None:
@@ -262,6 +268,12 @@ class Arrival:
         self.restored.failures += failures
         return bool(failures)
 
+    def _set_floors(self) -> None:
+        hits = [wanted.hit for wanted in self._wanted]
+        self._engine.pool.set_floors(
+            self.route, floors_after(self._engine.decoder.spec, hits, self._whole, self._floors)
+        )
+
     def _meet(self) -> None:
         """Pass over what has landed at the front; where nothing is missing any more the rows join the route."""
         while self.front in self._landed:
@@ -271,6 +283,8 @@ class Arrival:
             self._loader.cancel(self._load)
             self._hear()
             self._load = None
+            # What was computed has the rows of every group, those that the load was to leave out as well.
+            self._set_floors()
             self._engine.pool.commit([self._reservation])
             self._reservation = None
         self.finish()

@@ -7,14 +7,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from numem.errors import InputError
+from numem.errors import InputError, StoreError
 from numem.identity.chain import TOKEN_BYTES, page_ids
 from numem.policy.choice import UNKNOWN_COST, Held, Prompt, alternatives, choose, sources
 from numem.policy.costs import Costs
 from numem.policy.decision import Alternative, Decision, Term
 from numem.runtime.paging.pool import Capacity, Route
 from numem.runtime.restore.arrival import Arrival
-from numem.runtime.restore.kv import floors_after, hit_bytes
+from numem.runtime.restore.kv import hit_bytes
 from numem.runtime.restore.loader import Loader, Wanted, observe
 from numem.runtime.restore.measured import load_costs, save_costs
 from numem.runtime.restore.prefix import Hit, Match, lookup
@@ -59,6 +59,8 @@ class Arrivals:
         self.memory = memory
         self.tier = tier
         self.policy = policy
+        if memory is not None and tier is not None:
+            memory.require_tier(tier)
         if memory is not None:
             memory.register(session.identity)  # so that `Memory.unread` can say what differs
         self._kept = costs is None and memory is not None
@@ -105,11 +107,30 @@ class Arrivals:
         engine = self.session.engine
         if self.memory is None or self._loader is None:
             return Arrival(engine, self.costs, route, tokens, capacity=capacity)
+        try:
+            return self._decided(self.memory, self._loader, route, tokens, request, capacity)
+        except (StoreError, OSError) as error:
+            # What a store cannot tell or give is computed, here as where a read fails.
+            arrival = Arrival(engine, self.costs, route, tokens, capacity=capacity)
+            arrival.restored.failures.append(f"rows [{route.length}, {len(tokens)}): {error}; recomputed")
+            return arrival
+
+    def _decided(
+        self,
+        memory: "Memory",
+        loader: Loader,
+        route: Route,
+        tokens: Sequence[int],
+        request: str,
+        capacity: Capacity | None,
+    ) -> Arrival:
+        """An arrival by the best way; an error leaves the route as it was."""
+        engine = self.session.engine
         spec = engine.decoder.spec
-        for read in self._loader.unheard():
+        for read in loader.unheard():
             observe(self.costs, read)
         began = time.perf_counter()
-        match = lookup(self.memory, self.session.identity.scope, tokens, spec=spec)
+        match = lookup(memory, self.session.identity.scope, tokens, spec=spec)
         lookup_ms = (time.perf_counter() - began) * 1e3
         with contextlib.ExitStack() as undo:
             undo.callback(match.lease.release)
@@ -129,12 +150,10 @@ class Arrivals:
                 ]
                 reservation = engine.reserve(route, prompt.matched - route.length, capacity)
                 undo.callback(engine.pool.abort, [reservation])
-                # Said before the first row lands, so that nobody takes what is left out for rows.
-                engine.pool.set_floors(route, floors_after(spec, route, hits, prompt.matched))
-                load = self._loader.start(
+                load = loader.start(
                     match, wanted, share=2 if kind == "restore" else 4, descending_only=bool(spec.groups)
                 )
-                arrival.expect(self._loader, load, wanted, reservation, waits=self.policy == "restore")
+                arrival.expect(loader, load, wanted, reservation, waits=self.policy == "restore")
                 undo.pop_all()
         return arrival
 

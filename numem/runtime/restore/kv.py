@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from numem.errors import DeadlineError, IntegrityError, NotFoundError, OutOfPlanError, StoreError
+from numem.errors import DeadlineError, OutOfPlanError, StoreError
 from numem.identity.chain import plan
 from numem.identity.digest import content_id
 from numem.identity.fingerprint import Identity
@@ -233,7 +233,7 @@ def _load(
     failed = False
     try:
         # Said before the first row lands, so that nobody takes what is left out for rows.
-        pool.set_floors(route, floors_after(spec, route, hits, boundary))
+        pool.set_floors(route, floors_after(spec, hits, route.length, route.floors))
         for at in range(0, len(hits), READ_AHEAD):
             group = hits[at : at + READ_AHEAD]
             payloads, failure = fetch(memory, engine.decoder.spec, group, tier, report)
@@ -264,9 +264,10 @@ def _load(
     return good, route
 
 
-def floors_after(spec: StateSpec, route: Route, hits: Sequence[Hit], boundary: int) -> tuple[Floor, ...]:
-    """The floors that a route has once these hits brought it to `boundary`."""
-    return window_floors(spec, boundary, chunk_grid(hits[0].node), held=route.length, floors=route.floors)
+def floors_after(spec: StateSpec, hits: Sequence[Hit], held: int, floors: tuple[Floor, ...]) -> tuple[Floor, ...]:
+    """The floors of a route once these hits brought it to their end; it had rows [0, held) without them, with `floors`."""
+    boundary = hits[-1].node.start + hits[-1].rows
+    return window_floors(spec, boundary, chunk_grid(hits[0].node), held=held, floors=floors)
 
 
 def place(engine: Engine, pages: Sequence[int], hit: Hit, payload: Payload, first: int) -> None:
@@ -318,12 +319,12 @@ def fetch(
         report.late = True
         count = 0
         failure = f"chunks [{hits[0].node.start}, {hits[-1].node.end}): {error}"
-    except (IntegrityError, NotFoundError, StoreError):
+    except (StoreError, OSError):
         # One bad piece must not cost the good ones before it: read them one by one up to the culprit.
         for count, hit in enumerate(hits):
             try:
                 fetch(count, count + 1)
-            except (IntegrityError, NotFoundError, StoreError) as error:
+            except (StoreError, OSError) as error:
                 failure = f"chunk [{hit.node.start}, {hit.node.end}) {hit.node.id.hex()[:16]}: {error}"
                 break
         else:

@@ -251,7 +251,8 @@ class Loader:
             if len(group) >= room or not same or (nbytes > self._limit and (group or self.staged)):
                 break
             group.append(wanted)
-        if load.pending and not group and len(load.ready) < STAGED_CHUNKS:
+        full = bool(load.pending) and not group and len(load.ready) < STAGED_CHUNKS
+        if full and load not in self._parked:
             self._parked.append(load)
         return tuple(group)
 

@@ -30,6 +30,8 @@ KEEP_NOTES = 1000
 # Decisions and their outcomes, whoever made them: what `numem why` and `numem replay` look back on.
 DECISIONS = "decision/"
 KEEP_DECISIONS = 1 << 16
+# What the stages of the main job report, about a batch.
+JOB = "job/"
 # Rows of retired nodes and of claims that ended stay this long: a collection goes by them.
 GRACE_S = 2 * 3600.0
 _ID = re.compile("[0-9a-f]{64}")
@@ -73,12 +75,26 @@ class Forgotten:
             return rows  # says that something is gone, and nothing else
         doomed = pa.array([value in gone for value in column(rows, name).to_pylist()], pa.bool_())
         if table == "records":
-            # Decisions name states beside their subject: the other victims of a plan, what else could have gone.
-            named = {id.hex() for id in self.nodes}
-            bodies = zip(column(rows, "kind").to_pylist(), column(rows, "body").to_pylist(), strict=True)
-            naming = [kind.startswith(DECISIONS) and not named.isdisjoint(_ID.findall(body)) for kind, body in bodies]
-            doomed = pc.or_(doomed, pa.array(naming, pa.bool_()))
+            doomed = pc.or_(doomed, pa.array(self._named(rows), pa.bool_()))
         return rows.filter(pc.invert(doomed))
+
+    def _named(self, records: pa.Table) -> list[bool]:
+        """Which records name some of it beside their subject.
+
+        Decisions name the scope they were made under, the other victims of a plan and what else could have gone. A
+        report of the main job names scope or states, and all reports of such a batch go: they hold its prompts' ids.
+        """
+        gone = {id.hex() for id in self.nodes | self.scopes}
+        kinds, subjects, bodies = (column(records, name).to_pylist() for name in ("kind", "subject", "body"))
+        found = [
+            kind.startswith((DECISIONS, JOB)) and not gone.isdisjoint(_ID.findall(body))
+            for kind, body in zip(kinds, bodies, strict=True)
+        ]
+        batches = {s for s, kind, is_in in zip(subjects, kinds, found, strict=True) if is_in and kind.startswith(JOB)}
+        return [
+            is_in or (kind.startswith(JOB) and s in batches)
+            for s, kind, is_in in zip(subjects, kinds, found, strict=True)
+        ]
 
 
 def compact(

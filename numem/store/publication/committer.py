@@ -16,7 +16,7 @@ from types import TracebackType
 
 from numem.errors import ClosedError, NumemError, RejectedError, StorageFullError, StoreError
 from numem.store.catalog.catalog import Facts
-from numem.store.catalog.facts import Record
+from numem.store.catalog.facts import Record, to_json
 from numem.store.lance_errors import lance_errors
 from numem.store.publication.publish import QUEUES, NodeJob
 from numem.store.reports import PublishReceipt
@@ -314,6 +314,12 @@ class Committer:
                 if not self._count():
                     group.flushes, self._flushes = self._flushes, []
                     self._urgent = False
+        # A body is its caller's until here: one that cannot be written must not take the others with it.
+        kept = [note for note in group.notes if _writable(note)]
+        if len(kept) < len(group.notes):
+            with self._changed:
+                self.notes_lost += len(group.notes) - len(kept)
+            group.notes = kept
         if not group.notes:
             return group.facts
         both = Facts(records=list(group.notes))
@@ -348,6 +354,15 @@ class Committer:
                 flush.set_result(None)
             else:
                 flush.set_exception(error)
+
+
+def _writable(note: Record) -> bool:
+    """Whether a record can be written: its body is JSON, and all of its text is Unicode."""
+    try:
+        f"{note.kind}{to_json(note.body)}".encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _tracebacks(error: BaseException | None) -> list[TracebackType]:

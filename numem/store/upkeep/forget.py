@@ -92,7 +92,10 @@ def forget(
     parts.hosting.discard(doomed)
     nbytes, volumes, unreached = 0, 0, _elsewhere(parts, doomed) + _archived(parts, doomed)
     forgotten = compact.Forgotten(
-        frozenset(chosen), frozenset(doomed), frozenset({scope} if scope else ()), frozenset(branches)
+        frozenset(chosen | _within(parts, chosen)),
+        frozenset(doomed),
+        frozenset({scope} if scope else ()),
+        frozenset(branches),
     )
     for tier in parts.tiers.values():
         with parts.evictor.exclusive(tier):
@@ -164,6 +167,17 @@ def _up(found: dict[bytes, tuple[bytes, bytes]], heads: Iterable[bytes]) -> set[
             reached.add(head)
             head = found[head][0]
     return reached
+
+
+def _within(parts: Session, chosen: set[bytes]) -> set[bytes]:
+    """Boundaries inside nodes to forget, which decisions about a part of a chunk name."""
+    table = parts.catalog.tables["nodes"]
+    found: set[bytes] = set()
+    for _, rows in table.read(list(table.dataset.fragments().values()), ("id", "marks")):
+        for node, marks in zip(column(rows, "id").to_pylist(), column(rows, "marks").to_pylist(), strict=True):
+            if node in chosen:
+                found.update(split_ids(marks))
+    return found
 
 
 def _staged(parts: Session, scope: bytes | None, chosen: set[bytes]) -> set[bytes]:
