@@ -185,45 +185,34 @@ class Engine:
             One array per span, [vocab] or [0], and where its largest logit is, None of no logits.
         """
         flat = self._evaluate(spans, lend=True)
-        each, found_at = self._arrays.each, self._arrays.tensors.peaks
-        if flat is not self._arrays.logits or found_at is None:
-            each, found_at = list(flat), Peaks.of(len(flat), self.decoder.vocab)
-            found_at.find(torch.from_numpy(flat))
-        peaks: list[Peak | None] = list(zip(found_at.index.tolist(), found_at.value.tolist(), strict=True))
+        arrays = self._arrays
+        if flat is arrays.logits:
+            each, peaks = arrays.each, arrays.peaks()
+        else:
+            found = Peaks.of(len(flat), self.decoder.vocab)
+            found.find(torch.from_numpy(flat))
+            each, peaks = list(flat), list(zip(found.index.tolist(), found.value.tolist(), strict=True))
         if len(each) == len(spans):
             return each, peaks
-        nothing = flat[:0].reshape(-1)
+        rows = [flat[:0].reshape(-1)] * len(spans)
+        where: list[Peak | None] = [None] * len(spans)
         asked = [at for at, s in enumerate(spans) if _results(s)]
-        rows = [nothing] * len(spans)
-        found: list[Peak | None] = [None] * len(spans)
         for at, row, peak in zip(asked, each, peaks, strict=True):
-            rows[at], found[at] = row, peak
-        return rows, found
+            rows[at], where[at] = row, peak
+        return rows, where
 
     def _evaluate(self, spans: Sequence[Span], *, lend: bool) -> np.ndarray:
         """Logits [R, vocab] of the rows that the spans ask for, in their order."""
         if self.storage.guard is not None:
             self.storage.guard.verify({page for s in spans for page in s.pages[: s.start // PAGE_TOKENS]})
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        lanes: list[int] = []
-        wanted: list[int] = []
-        for lane, s in enumerate(spans):
-            start, pages = s.start, s.pages
-            end = start + len(s.tokens)
-            tokens += s.tokens
-            positions += range(start, end)
-            slots += [int(pages[p // PAGE_TOKENS]) * PAGE_TOKENS + p % PAGE_TOKENS for p in range(start, end)]
-            lanes += [lane] * (end - start)
-            wanted += range(len(tokens) - _results(s), len(tokens))
+        tokens, positions, slots, lanes, wanted = _rows(spans)
         if min(tokens) < 0 or max(tokens) >= self.decoder.vocab:
             raise InputError(f"append: a token id lies outside [0, {self.decoder.vocab})")
         shape = (len(tokens), len(spans), max(len(s.pages) for s in spans), len(wanted))
-        if self._arrays.shape != shape or (self._arrays.logits is not None) is not lend:
-            lent = np.empty((len(wanted), self.decoder.vocab), dtype=np.float32) if lend else None
-            self._arrays = _Arrays(shape, self.decoder.vocab, lent)
         arrays = self._arrays
+        if arrays.shape != shape or (arrays.logits is not None) is not lend:
+            lent = np.empty((len(wanted), self.decoder.vocab), dtype=np.float32) if lend else None
+            arrays = self._arrays = _Arrays(shape, self.decoder.vocab, lent)
         arrays.rows[:] = (tokens, positions, slots)
         arrays.lane[:] = lanes
         arrays.wanted[:] = wanted
@@ -235,8 +224,7 @@ class Engine:
 
     def _forward(self, arrays: "_Arrays") -> np.ndarray:
         """Logits of the wanted rows, evaluated at most MAX_ROWS at a time."""
-        rows = arrays.tensors
-        count = len(rows.tokens)
+        rows, count = arrays.tensors, arrays.shape[0]
         if count <= MAX_ROWS:
             logits = self.decoder.forward(rows, self.storage)
             return arrays.logits if arrays.logits is not None and logits is rows.out else logits.numpy()
@@ -276,6 +264,9 @@ class _Arrays:
         lane, tables, of = (torch.from_numpy(a) for a in (self.lane, self.tables, self.wanted))
         self.logits = logits
         self.each = [] if logits is None else list(logits)
+        peaks = None if logits is None or not wanted else Peaks.of(wanted, vocab)
+        self._index = np.empty(0, dtype=np.int64) if peaks is None else peaks.index.numpy()
+        self._value = np.empty(0, dtype=np.float32) if peaks is None else peaks.value.numpy()
         self.tensors = Rows(
             tokens,
             positions,
@@ -284,8 +275,33 @@ class _Arrays:
             tables,
             of,
             None if logits is None else torch.from_numpy(logits),
-            None if logits is None or not wanted else Peaks.of(wanted, vocab),
+            peaks,
         )
+
+    def peaks(self) -> list[Peak | None]:
+        """Index and value of the largest of each row of logits."""
+        return list(zip(self._index.tolist(), self._value.tolist(), strict=True))
+
+
+def _rows(spans: Sequence[Span]) -> tuple[Sequence[int], ...]:
+    """Tokens, positions, slots and lanes of the rows of spans, and the rows whose logits are asked for."""
+    lanes = range(len(spans))
+    if all(len(s.tokens) == 1 and s.logits == "last" for s in spans):  # nothing but decoding
+        positions = [s.start for s in spans]
+        slots = [int(s.pages[s.start // PAGE_TOKENS]) * PAGE_TOKENS + s.start % PAGE_TOKENS for s in spans]
+        return [s.tokens[0] for s in spans], positions, slots, lanes, lanes
+    tokens: list[int] = []
+    positions, slots = list[int](), list[int]()
+    rows, wanted = list[int](), list[int]()
+    for lane, s in zip(lanes, spans, strict=True):
+        start, pages = s.start, s.pages
+        end = start + len(s.tokens)
+        tokens += s.tokens
+        positions += range(start, end)
+        slots += [int(pages[p // PAGE_TOKENS]) * PAGE_TOKENS + p % PAGE_TOKENS for p in range(start, end)]
+        rows += [lane] * (end - start)
+        wanted += range(len(tokens) - _results(s), len(tokens))
+    return tokens, positions, slots, rows, wanted
 
 
 def _results(span: Span) -> int:

@@ -203,6 +203,11 @@ class PagePool:
         partial = length % self.page_tokens > 0
         copy_tail = partial and self._refs[pages[-1]] > 1
         need = self.pages_for(length + count) - len(pages) + copy_tail
+        if not need:  # as at most steps: the tail has room, and nobody else holds it
+            if self._guard is not None and partial:
+                self._guard.reopened(pages[-1])
+            made = route.pending = Reservation(route, length, count, (), None, pages, capacity)
+            return made
         drawn = min(need, capacity.left) if capacity is not None else 0
         if need - drawn > self.free:
             raise CapacityError(
@@ -221,8 +226,7 @@ class PagePool:
             table = [*pages[:-1], *taken]
             made = Reservation(route, length, count, tuple(taken[1:]), (pages[-1], taken[0]), table, capacity, drawn)
         else:
-            table = [*pages, *taken] if taken else pages
-            made = Reservation(route, length, count, tuple(taken), None, table, capacity, drawn)
+            made = Reservation(route, length, count, tuple(taken), None, [*pages, *taken], capacity, drawn)
         route.pending = made
         return made
 
@@ -230,14 +234,15 @@ class PagePool:
         """Make reserved tokens part of their routes; all are checked before any changes."""
         self._resolvable(reservations, "commit")
         for r in reservations:
+            route = r.route
             self._settle(r)
-            r.route.pages = r.pages
-            r.route.length = r.expected + r.count
-            self.touch(r.route)
+            route.pages, route.length = r.pages, r.expected + r.count
+            self.clock += 1
+            route.last_access = self.clock
             if r.replaced:
                 self._drop((r.replaced[0],))
             if self._guard is not None:
-                self._guard.filled(r.pages[r.expected // self.page_tokens : r.route.length // self.page_tokens])
+                self._guard.filled(r.pages[r.expected // self.page_tokens : route.length // self.page_tokens])
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
         """Give reserved pages back, to the capacity they were drawn from first; the routes are as before."""
@@ -294,14 +299,15 @@ class PagePool:
             raise LeaseError(f"{verb}: the route has a pending append; commit or abort it first")
 
     def _resolvable(self, reservations: Sequence[Reservation], verb: str) -> None:
-        if len({id(r) for r in reservations}) != len(reservations):
+        if len(reservations) > 1 and len(set(reservations)) != len(reservations):
             raise LeaseError(f"{verb}: a reservation appears twice in one batch")
         for r in reservations:
             if r.route not in self._routes or r.route.pending is not r or r.route.length != r.expected:
                 raise LeaseError(f"{verb}: the reservation at {r.expected} is not its route's pending one in this pool")
 
     def _settle(self, r: Reservation) -> None:
-        self._pending -= len(r.added) + (r.replaced is not None)
+        if r.added or r.replaced:
+            self._pending -= len(r.taken)
         r.route.pending = None
 
     def _admit(self, taken: list[int], reopened: int | None) -> None:
