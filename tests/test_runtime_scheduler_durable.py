@@ -16,7 +16,7 @@ from numem.runtime.continuation import Published
 from numem.runtime.lanes.publisher import Publication, Publisher
 from numem.runtime.lanes.scheduler import Scheduler
 from numem.runtime.paging.residency import Residency
-from numem.runtime.request import Finish, Request, Token
+from numem.runtime.request import Finish, Outcome, Request, Token
 from numem.runtime.restore.arrivals import Arrivals
 from numem.runtime.sampling import Sampler
 from tests.scheduler_fixtures import check, drive, empty, prompt, same_as_alone, step
@@ -480,3 +480,22 @@ def test_outcome_fields_are_those_of_its_sequence(make: Make, memory: Memory) ->
     assert one is not two and one.restore is not two.restore
     assert dataclasses.asdict(one.restore)["tokens"] == 0
     assert (one.shared, two.shared) == (0, CHUNK_TOKENS + 5)
+
+
+def test_a_long_prompt_ends_though_it_is_preempted_all_the_time(tiny_lm: LM) -> None:
+    """One lane, no memory, a higher priority every few steps: kept pages let it go on where it stopped."""
+    session = tiny_lm.session(pages=80, debug=True)
+    residency = Residency(session.engine)
+    scheduler = Scheduler(session, 1, residency=residency, max_batched_tokens=16)
+    scheduler.submit(Request("long", prompt(240), 4, witness=True))
+    ended: dict[str, Outcome] = {}
+    for turn in range(60):
+        scheduler.submit(Request(f"short {turn}", prompt(20, seed=turn + 1), 2, priority=1))
+        for _ in range(7):
+            ended |= {outcome.request.id: outcome for outcome in step(scheduler)}
+    assert "long" in ended and ended["long"].preempted > 3
+    same_as_alone(tiny_lm, ended["long"])
+    assert ended["long"].computed == 240
+    scheduler.close()
+    residency.clear()
+    empty(scheduler)

@@ -1,7 +1,7 @@
 """What becomes of a sequence's rows when it leaves its lane.
 
 ended        published (leased until captured) | kept by the residency | given back
-preempted    full chunks published, pages given back; the tokens chosen so far bring the rows in again
+preempted    full chunks published | kept by the residency | given back; all tokens so far bring the rows in again
 """
 
 import concurrent.futures
@@ -78,8 +78,10 @@ class Leaving:
                 entry.outcome.restore.failures.append(f"preemption: nothing was published: {error}")
         if entry.state is State.DECODING:
             entry.counted = max(entry.counted, route.length)
-        self._vacate(entry)
         entry.outcome.preempted += 1
+        # Where nobody needs its pages it goes on with them, and need not wait for what is being published.
+        if self._vacate(entry, keep_as=f"{entry.name}/{entry.outcome.preempted}" if route.pending is None else ""):
+            entry.tickets = []
         entry.state = State.WAITING
 
     def collect(self) -> list[Outcome]:
@@ -108,12 +110,18 @@ class Leaving:
             self._publisher.close()
         self._publishing.clear()
 
-    def _vacate(self, entry: Entry) -> None:
+    def _vacate(self, entry: Entry, keep_as: str = "") -> bool:
+        """Take the rows away; whether the residency keeps them, under that name."""
+        route, kept = entry.route, False
         if entry.arrival is not None:
             entry.account()
-            entry.arrival.abort()
-        elif entry.route is not None:
-            self._engine.release(entry.route)
+            route = entry.arrival.stop()
+        if route is not None and not route.released:
+            if keep_as and self.residency is not None:
+                kept = self.residency.retain(keep_as, route, tuple(entry.tokens[: route.length]), durable=False)
+            else:
+                self._engine.release(route)
         if entry.capacity is not None:
             entry.capacity.release()
         entry.arrival = entry.route = entry.capacity = entry.tail = None
+        return kept

@@ -193,6 +193,12 @@ class Arrival:
 
     def abort(self) -> None:
         """Stop the loads and release the route with all that was reserved."""
+        route = self.stop()
+        if not route.released:
+            self._engine.release(route)
+
+    def stop(self) -> Route:
+        """Stop the loads and give back what was reserved; the route, with the rows that it holds, is the caller's."""
         if self._load is not None and self._loader is not None:
             self._loader.cancel(self._load)
             self._load = None
@@ -202,8 +208,7 @@ class Arrival:
             if reservation is not None:
                 self._engine.pool.abort([reservation])
         self._reservation = None
-        if not self.route.released:
-            self._engine.release(self.route)
+        return self.route
 
     def finish(self) -> None:
         """Take note of what it cost, once; done when the last row is settled, and harmless afterwards."""
