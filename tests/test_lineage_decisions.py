@@ -301,6 +301,13 @@ def test_an_arrival_is_explained_with_its_numbers() -> None:
         "computed 2,049 tokens: predicted 390 ms, restore from ssd 41 ms, took 500 ms",
         "restore:ssd was chosen (measured), and could not be carried out",
     ]
+    probe = Alternative("two-ended:ssd", terms={"probe": True, "bytes": 7})
+    probed = replace(arrive(choice="recompute"), alternatives=(RECOMPUTE, probe), choice="two-ended:ssd")
+    assert explain(probed, Measured("two-ended:ssd", 400.0, {"loaded": 16}))[:2] == [
+        "restored 16 of 2,049 tokens from ssd, from the back, while the others were computed from the front: "
+        "recompute 390 ms, took 400 ms",
+        "what ssd costs was not known: this measured it, while computing went on",
+    ]
 
 
 def test_one_thing_is_said_as_one() -> None:

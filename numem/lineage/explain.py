@@ -78,6 +78,8 @@ def _arrive(decision: Decision, measured: tuple[Measured, ...]) -> list[str]:
         parts.append(f"{_way(other.name)} {ms(other.cost_ms)}")
     parts.append(f"took {ms(took.cost_ms)}" if took else "it has not been measured")
     lines = [f"{said}: {', '.join(parts)}"]
+    if done.terms.get("probe"):
+        lines.append(f"what {tier or 'computing'} costs was not known: this measured it, while computing went on")
     if name != decision.choice:
         lines.append(f"{decision.choice} was chosen ({decision.policy}), and could not be carried out")
     return lines
