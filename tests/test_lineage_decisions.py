@@ -304,8 +304,10 @@ def test_an_arrival_is_explained_with_its_numbers() -> None:
     probe = Alternative("two-ended:ssd", terms={"probe": True, "bytes": 7})
     probed = replace(arrive(choice="recompute"), alternatives=(RECOMPUTE, probe), choice="two-ended:ssd")
     assert explain(probed, Measured("two-ended:ssd", 400.0, {"loaded": 16}))[:2] == [
-        "restored 16 of 2,049 tokens from ssd, from the back, while the others were computed from the front: "
-        "recompute 390 ms, took 400 ms",
+        (
+            "restored 16 of 2,049 tokens from ssd, from the back, while the others were computed from the front: "
+            "recompute 390 ms, took 400 ms"
+        ),
         "what ssd costs was not known: this measured it, while computing went on",
     ]
 
