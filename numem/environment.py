@@ -108,6 +108,6 @@ def memory_home(given: str | None) -> str:
     given = given or os.environ.get(MEMORY)
     if given:
         return given
-    from numem.models.registry import cache_dir
+    from numem.models.hub.registry import cache_dir
 
     return str(cache_dir() / "memory")

@@ -36,7 +36,7 @@ class MemoryResource(dg.ConfigurableResource[Any]):
         """The home in force."""
         if self.home:
             return self.home
-        from numem.models.registry import cache_dir
+        from numem.models.hub.registry import cache_dir
 
         return str(cache_dir() / "memory")
 

@@ -11,7 +11,7 @@ from numem import LM, Memory
 from numem.cli import app
 from numem.errors import ContextLengthError, InputError
 from numem.job.complete import complete
-from numem.models.chat import ChatTemplate
+from numem.models.text.chat import ChatTemplate
 from numem.runtime.sampling import Sampler
 from tests.model_fixtures import edit_json, tiny_model
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from numem.errors import CheckpointError
-from numem.models.checkpoint import Checkpoint
-from numem.models.lockfile import LOCK_NAME, Lock, sha256_file
+from numem.models.weights.checkpoint import Checkpoint
+from numem.models.weights.lockfile import LOCK_NAME, Lock, sha256_file
 from tests.model_fixtures import raw_safetensors, tiny_model
 
 INDEX = "model.safetensors.index.json"
@@ -81,7 +81,7 @@ def test_tensors_are_views_that_never_reach_the_file(whole: Path) -> None:
 
 @pytest.mark.parametrize("code", ["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"])
 def test_every_dtype_round_trips(tmp_path: Path, code: str) -> None:
-    from numem.models.safetensors_file import DTYPES
+    from numem.models.weights.safetensors_file import DTYPES
 
     tensor = torch.arange(12).reshape(3, 4).to(DTYPES[code])
     save_file({"a": tensor, "empty": tensor[:0], "scalar": tensor[0, 0].clone()}, tmp_path / "x.safetensors")

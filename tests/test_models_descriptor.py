@@ -11,8 +11,8 @@ import torch
 
 from numem.errors import CheckpointError, ContextLengthError, InputError, ModelError, UnsupportedModelError
 from numem.identity.canonical import canonical_json
-from numem.models.checkpoint import Checkpoint
-from numem.models.descriptor import Descriptor, read_descriptor
+from numem.models.architecture.descriptor import Descriptor, read_descriptor
+from numem.models.weights.checkpoint import Checkpoint
 from tests.model_fixtures import SHAPE, tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from numem.models.registry import resolve
-from numem.models.tokenizer import Tokenizer
+from numem.models.hub.registry import resolve
+from numem.models.text.tokenizer import Tokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MARK = "\n\nQuestion: "

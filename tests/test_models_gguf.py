@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from numem.errors import CheckpointError, InputError, ModelError, UnsupportedModelError
-from numem.models.checkpoint import Checkpoint
-from numem.models.descriptor import read_descriptor
-from numem.models.gguf_import import import_gguf, unpermute
-from numem.models.lockfile import LOCK_NAME, sha256_file
-from numem.models.registry import resolve
-from numem.models.tokenizer import Tokenizer
+from numem.models.architecture.descriptor import read_descriptor
+from numem.models.gguf.importer import import_gguf, unpermute
+from numem.models.hub.registry import resolve
+from numem.models.text.tokenizer import Tokenizer
+from numem.models.weights.checkpoint import Checkpoint
+from numem.models.weights.lockfile import LOCK_NAME, sha256_file
 from tests.model_fixtures import TEMPLATE, tiny_gguf, tiny_model
 
 FILES = [
@@ -113,7 +113,7 @@ def test_what_a_killed_import_left_is_discarded(packed: Path, tmp_path: Path) ->
 
 KILLED = """
 import os, signal, sys
-import numem.models.gguf_import as importer
+import numem.models.gguf.importer as importer
 original = importer.write_safetensors
 def write(path, layout, payloads, metadata):
     def some():

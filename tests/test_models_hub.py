@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from numem.errors import FetchError
-from numem.models.checkpoint import Checkpoint
-from numem.models.hub import fetch_hub
-from numem.models.lockfile import LOCK_NAME
-from numem.models.sources import HubSource
+from numem.models.hub.repository import fetch_hub
+from numem.models.hub.sources import HubSource
+from numem.models.weights.checkpoint import Checkpoint
+from numem.models.weights.lockfile import LOCK_NAME
 from tests.model_fixtures import tiny_model
 
 REPO = "someone/tiny"

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from numem.errors import CheckpointError, FetchError, InputError, ModelError, UnknownModelError
-from numem.models import sources
-from numem.models.checkpoint import Checkpoint
-from numem.models.lockfile import LOCK_NAME, sha256_file
-from numem.models.registry import Entry, cache_dir, entries, fetch, is_present, location, resolve
-from numem.models.sources import HubSource, PackageSource
+from numem.models.hub import sources
+from numem.models.hub.registry import Entry, cache_dir, entries, fetch, is_present, location, resolve
+from numem.models.hub.sources import HubSource, PackageSource
+from numem.models.weights.checkpoint import Checkpoint
+from numem.models.weights.lockfile import LOCK_NAME, sha256_file
 from tests.model_fixtures import tiny_gguf, tiny_model
 
 DISTRIBUTION = "numem-test-carrier"
@@ -164,15 +164,15 @@ def test_a_flipped_bit_in_a_fetched_model_names_the_file_and_a_new_fetch_heals(
 RACER = """
 import sys
 from pathlib import Path
-from numem.models import gguf_import
-from numem.models.registry import Entry, fetch
-from numem.models.sources import PackageSource
-original = gguf_import.import_gguf
+from numem.models.gguf import importer
+from numem.models.hub.registry import Entry, fetch
+from numem.models.hub.sources import PackageSource
+original = importer.import_gguf
 def counted(*args, **kwargs):
     with open(sys.argv[2], "a") as file:
         file.write("x")
     return original(*args, **kwargs)
-gguf_import.import_gguf = counted
+importer.import_gguf = counted
 entry = Entry("tiny", PackageSource("numem-test-carrier", "1.0", "numem_test_carrier/tiny.gguf", sys.argv[3]), "llama", "")
 sys.stdin.readline()
 print(fetch(entry, cache=Path(sys.argv[1])))

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as Raw
 from tokenizers import decoders, models, normalizers, processors
 
 from numem.errors import CheckpointError, InputError
-from numem.models.chat import ChatTemplate
-from numem.models.lockfile import Lock, sha256_file
-from numem.models.tokenizer import Tokenizer
+from numem.models.text.chat import ChatTemplate
+from numem.models.text.tokenizer import Tokenizer
+from numem.models.weights.lockfile import Lock, sha256_file
 from tests.model_fixtures import SPECIAL, TEMPLATE, edit_json, tiny_tokenizer
 
 BOS, EOS = 1, 2
@@ -183,7 +183,7 @@ def test_streaming_equals_decoding_where_the_decoder_looks_across_tokens(fallbac
 
 DIGEST = """
 import sys
-from numem.models.tokenizer import Tokenizer
+from numem.models.text.tokenizer import Tokenizer
 print(Tokenizer(sys.argv[1]).digest().hex())
 """
 

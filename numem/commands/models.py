@@ -14,7 +14,7 @@ app = typer.Typer(help="Models known by key, and importing others.", no_args_is_
 @guarded
 def models_list(as_json: JsonFlag = False) -> None:
     """The models known by key."""
-    from numem.models.registry import entries, is_present
+    from numem.models.hub.registry import entries, is_present
 
     known = [
         {
@@ -37,7 +37,7 @@ def models_fetch(
     as_json: JsonFlag = False,
 ) -> None:
     """Fetch and import a model, unless it is here already."""
-    from numem.models.registry import resolve
+    from numem.models.hub.registry import resolve
 
     with busy(f"fetching {key}"):
         directory = resolve(key)
@@ -52,7 +52,7 @@ def models_import(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a Hugging Face model directory from a GGUF file."""
-    from numem.models.gguf_import import import_gguf
+    from numem.models.gguf.importer import import_gguf
 
     with busy(f"importing {gguf.name}"):
         made = import_gguf(gguf, directory)

@@ -12,7 +12,7 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, Self
 
 from numem.errors import ContextLengthError, ModelError
-from numem.models.tokenizer import Tokenizer
+from numem.models.text.tokenizer import Tokenizer
 from numem.runtime.continuation import Continuation
 from numem.runtime.request import Finish, Request
 from numem.runtime.sampling import GREEDY, Sampler

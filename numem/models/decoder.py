@@ -14,8 +14,8 @@ from numem.kernels.linear import PackedLinear
 from numem.kernels.mlp import silu_mul
 from numem.kernels.norm import rms_norm
 from numem.kernels.rope import rope_write
-from numem.models.checkpoint import Checkpoint
-from numem.models.descriptor import SLIDING, Descriptor
+from numem.models.architecture.descriptor import SLIDING, Descriptor
+from numem.models.weights.checkpoint import Checkpoint
 from numem.runtime.engine import Rows
 from numem.runtime.paging.pages import DTYPES, PageStorage, kv_spec
 

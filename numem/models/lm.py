@@ -13,11 +13,11 @@ from numem.identity.fingerprint import Identity, NumericPolicy
 from numem.kernels.policy import policy_name
 from numem.kernels.selftest import Shapes, self_test
 from numem.lineage.decisions import DecisionLog
-from numem.models.checkpoint import Checkpoint
+from numem.models.architecture.descriptor import Descriptor, read_descriptor
 from numem.models.decoder import TransformerDecoder
-from numem.models.descriptor import Descriptor, read_descriptor
-from numem.models.registry import resolve
-from numem.models.tokenizer import Tokenizer
+from numem.models.hub.registry import resolve
+from numem.models.text.tokenizer import Tokenizer
+from numem.models.weights.checkpoint import Checkpoint
 from numem.runtime.continuation import Continuation, Session
 from numem.runtime.engine import Engine, pages_for_lanes
 from numem.runtime.front import Runtime

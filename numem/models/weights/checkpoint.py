@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from numem.errors import CheckpointError
-from numem.models.lockfile import Lock, read_json, read_lock
-from numem.models.safetensors_file import DTYPES, SafetensorsFile
+from numem.models.weights.lockfile import Lock, read_json, read_lock
+from numem.models.weights.safetensors_file import DTYPES, SafetensorsFile
 
 INDEX_SUFFIX = ".safetensors.index.json"
 

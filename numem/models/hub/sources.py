@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from numem.errors import FetchError, InputError
-from numem.models.lockfile import sha256_file
+from numem.models.weights.lockfile import sha256_file
 
 PIP_TIMEOUT_S = 900
 

@@ -11,9 +11,9 @@ import tokenizers
 
 from numem.errors import CheckpointError, InputError
 from numem.identity.digest import blake3_of
-from numem.models.chat import LEGACY_FILE, TEMPLATE_FILE, read_template
-from numem.models.descriptor import token_ids
-from numem.models.lockfile import read_json, read_lock
+from numem.models.architecture.descriptor import token_ids
+from numem.models.text.chat import LEGACY_FILE, TEMPLATE_FILE, read_template
+from numem.models.weights.lockfile import read_json, read_lock
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE, LEGACY_FILE)
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -10,9 +10,9 @@ import huggingface_hub
 import huggingface_hub.errors as hub_errors
 
 from numem.errors import FetchError
-from numem.models.checkpoint import Checkpoint
-from numem.models.lockfile import Lock, publish_directory, read_json, sha256_file
-from numem.models.sources import HubSource
+from numem.models.hub.sources import HubSource
+from numem.models.weights.checkpoint import Checkpoint
+from numem.models.weights.lockfile import Lock, publish_directory, read_json, sha256_file
 
 TIMEOUT_S = 10.0
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from numem.errors import CheckpointError, UnsupportedModelError
-from numem.models.lockfile import write_json
+from numem.models.weights.lockfile import write_json
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 

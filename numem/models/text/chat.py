@@ -9,7 +9,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from numem.errors import CheckpointError, InputError
-from numem.models.lockfile import read_json
+from numem.models.weights.lockfile import read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 LEGACY_FILE = "chat_template.json"

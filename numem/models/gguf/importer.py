@@ -13,12 +13,12 @@ import gguf
 import numpy as np
 
 from numem.errors import CheckpointError, InputError, ModelError, UnsupportedModelError
-from numem.models.checkpoint import Checkpoint
-from numem.models.descriptor import Descriptor, read_descriptor
-from numem.models.gguf_tokenizer import write_tokenizer
-from numem.models.lockfile import Lock, new_directory, sha256_file, write_json
-from numem.models.safetensors_file import write_safetensors
-from numem.models.sources import IMPORTER
+from numem.models.architecture.descriptor import Descriptor, read_descriptor
+from numem.models.gguf.tokenizer import write_tokenizer
+from numem.models.hub.sources import IMPORTER
+from numem.models.weights.checkpoint import Checkpoint
+from numem.models.weights.lockfile import Lock, new_directory, sha256_file, write_json
+from numem.models.weights.safetensors_file import write_safetensors
 
 WEIGHTS = "model.safetensors"
 

@@ -1,0 +1,1 @@
+"""GGUF files, written as ordinary model directories."""

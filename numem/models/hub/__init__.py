@@ -1,0 +1,1 @@
+"""Models known by key, and where their files come from."""

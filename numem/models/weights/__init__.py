@@ -1,0 +1,1 @@
+"""Model directories and their tensors: checkpoints, lock files, what is made of them."""
