@@ -8,6 +8,7 @@ import pytest
 
 from numem.errors import NotFoundError
 from numem.store.memory import Memory
+from numem.store.upkeep.collect import retire
 from tests.store_fixtures import Chain, assert_readable, die_at, make_chain, payload, put, run_children, tree
 
 
@@ -55,6 +56,21 @@ def test_what_no_branch_reaches_goes_and_its_space_comes_back(tmp_path: Path) ->
         assert_readable(memory, kept)
         assert put(memory, loose).stored == 4
         assert_readable(memory, loose)
+
+
+def test_a_reopened_memory_gives_back_the_space_of_all_its_volumes(tmp_path: Path) -> None:
+    """What lives in the first volume is not put into the last one, which has room and is as dead."""
+    chain = make_chain(8)
+    with Memory(tmp_path) as memory:
+        put(memory, chain[:4])
+        memory.care.close_volumes()
+        put(memory, chain[4:])
+        retire(memory._parts, [node.id for node, _ in (*chain[1:4], *chain[5:])], "collected")
+    with Memory(tmp_path) as memory:
+        report = memory.care.collect(grace_s=0)
+        assert (report.removed, report.rewritten) == (2, 2)
+        assert [path.stem for path in tmp_path.glob("object/*.lance")] == ["local.w000.000003"]
+        assert_readable(memory, [chain[0], chain[4]])
 
 
 def test_a_retired_node_can_be_published_again(tmp_path: Path) -> None:

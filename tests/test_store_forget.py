@@ -1,5 +1,6 @@
 """Deletion that is proved: an incompressible marker is found in raw files before, and in none afterwards."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 
 from numem.errors import InputError, NotFoundError
 from numem.state.node import Node
+from numem.store import barrier
 from numem.store.memory import Memory
+from numem.store.upkeep.doctor import diagnose, repair
 from tests.store_fixtures import SCOPE, Chain, assert_readable, make_chain, payload, put, run_children
 
 MARKER = payload(48, 99)
@@ -188,3 +191,84 @@ def test_a_child_staged_elsewhere_does_not_outlive_its_forgotten_parent(tmp_path
         assert not list(tmp_path.rglob("*.blob"))
         assert put(elsewhere, chain).nodes == 3  # from its beginning it may come again
         assert_readable(memory, chain)
+
+
+def test_a_memory_that_was_reopened_forgets_from_all_its_volumes(tmp_path: Path) -> None:
+    """What stays of the first volume is not written into the last one, which an earlier process left open and which is
+    about to go as well."""
+    kept = make_chain(2, name="kept")
+    secret = _marked(make_chain(2, seed=2))
+    with Memory(tmp_path) as memory:
+        put(memory, [kept[0], secret[0]])
+        memory.care.close_volumes()
+        put(memory, [kept[1], secret[1]])
+    with Memory(tmp_path) as memory:
+        report = memory.care.forget(ids=[secret[0][0].id], actor="test", reason="test")
+        assert (report.nodes, report.volumes, report.unreached) == (2, 2, ())
+        assert _holding(tmp_path) == []
+        assert_readable(memory, kept)
+
+
+@pytest.fixture(scope="module")
+def cut_short(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Step of a deletion -> the memory as a crash right after it leaves it."""
+    root = tmp_path_factory.mktemp("cut")
+    home = root / "home"
+    secret = _marked(make_chain(2, seed=2))
+    found: dict[str, Path] = {}
+
+    def observer(step: str, what: str) -> None:
+        place = f"{step} {what}"
+        if place not in found and place in CUTS:
+            found[place] = Path(shutil.copytree(home, root / str(len(found))))
+
+    with Memory(home) as memory:
+        put(memory, [*make_chain(4, name="kept"), *secret])
+        memory.create_branch("tenant", secret[-1][0].id, actor="test", reason="test")
+        memory.stage(*_marked(make_chain(3, seed=2))[2])
+        end = barrier.observe(observer)
+        memory.care.forget(branch="tenant", actor="test", reason="test")
+        end()
+    return found
+
+
+CUTS = (
+    "committed catalog/retired",
+    "volume unmarked local.w000.000001",
+    "written catalog/nodes",
+    "committed catalog/nodes",
+)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("by", ["repair", "again", "another", "repair after maintenance"])
+def test_a_deletion_that_was_cut_short_is_never_lost_sight_of(
+    tmp_path: Path, cut_short: dict[str, Path], cut: str, by: str
+) -> None:
+    """Wherever it ended, and whatever maintenance did since: the doctor knows, and a repair, the same deletion asked for
+    again or any other takes every trace from the files."""
+    home = Path(shutil.copytree(cut_short[cut], tmp_path / "home"))
+    kept = make_chain(4, name="kept")
+    secret = _marked(make_chain(3, seed=2))
+    if "maintenance" in by:
+        with Memory(home) as memory:
+            memory.care.maintain(grace_s=0, dead_fraction=0.99, keep_versions_s=3600, least=2)
+    assert "3 nodes that were to be forgotten" in diagnose(home).of("repairable")[0].what
+    if by == "again":
+        with Memory(home) as memory:
+            assert memory.care.forget(ids=[secret[0][0].id], actor="test", reason="test").nodes == 3
+    elif by == "another":
+        with Memory(home) as memory:
+            kept = kept[:3]
+            other = make_chain(4, name="kept")[3][0].id
+            assert memory.care.forget(ids=[other], actor="test", reason="test").nodes == 4
+    else:
+        assert repair(home).ok
+    assert _holding(home) == []
+    assert diagnose(home).ok
+    with Memory(home) as memory:
+        assert memory.nodes() == tuple(node for node, _ in kept) and memory.staged() == ()
+        assert_readable(memory, kept)
+        with pytest.raises(NotFoundError):
+            memory.care.forget(ids=[secret[0][0].id], actor="test", reason="test")

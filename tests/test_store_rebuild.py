@@ -10,6 +10,7 @@ from numem.store.catalog.catalog import Catalog
 from numem.store.catalog.facts import ORDER, SCHEMAS
 from numem.store.memory import Memory
 from numem.store.payload.manifests import manifest_path, manifest_versions
+from numem.store.upkeep.doctor import repair
 from tests.store_fixtures import assert_readable, flip, make_chain, put
 
 Chain = list[tuple[Node, list[bytes]]]
@@ -145,3 +146,20 @@ def test_a_writer_that_catalogues_and_ends_while_another_opens_is_not_adopted(
         assert_readable(memory, chain)
         table = memory._parts.catalog.tables["nodes"].dataset.lance.to_table(columns=["id"])
         assert table.num_rows == 8
+
+
+def test_two_damaged_volumes_of_one_writer_are_both_written_anew(tmp_path: Path) -> None:
+    """What is copied out of the first does not go into the second, which has room and is as damaged."""
+    chain = make_chain(4)
+    with Memory(tmp_path) as memory:
+        put(memory, chain[:2])
+        memory.care.close_volumes()
+        put(memory, chain[2:])
+    for data in tmp_path.glob("object/*.lance/data/*.lance"):
+        flip(data, 40, 2)
+    mended = repair(tmp_path)
+    assert mended.ok, mended
+    assert sorted(path.stem for path in tmp_path.glob("object/*.lance")) == ["local.w000.000003"]
+    with Memory(tmp_path) as memory:
+        assert memory.recovered == ()
+        assert_readable(memory, chain)

@@ -19,6 +19,7 @@ import pyarrow as pa
 from numem.errors import IntegrityError, ReadOnlyError, StoreError
 from numem.state.node import Node
 from numem.store.catalog.facts import (
+    FORGOTTEN,
     LOADED,
     ORDER,
     BranchFact,
@@ -32,7 +33,7 @@ from numem.store.catalog.facts import (
 )
 from numem.store.catalog.index import NodeIndex, PlacementIndex, StaleError, files_of, placement_row
 from numem.store.catalog.nodes import node_of_row, sealed_row
-from numem.store.catalog.table import FactTable, rows_of
+from numem.store.catalog.table import FactTable, column, rows_of
 from numem.store.payload.ledger import Ledger
 from numem.store.urls import Location
 
@@ -257,6 +258,26 @@ class Catalog:
                 newest[claim.key] = claim
         return [claim for claim in newest.values() if now_ns is None or claim.holds(now_ns)]
 
+    def forgotten(self) -> dict[bytes, int]:
+        """Causal id -> sequence of its deletion, of the nodes that were forgotten and not published again by the last
+        `refresh`, which this leaves to the caller: a compaction must not move under its table."""
+        gone: dict[bytes, int] = {}
+        for rows in self._newest("retired", ("sequence", "id", "reason")):
+            names = (column(rows, name).to_pylist() for name in ("sequence", "id", "reason"))
+            for sequence, node, reason in zip(*names, strict=True):
+                if reason == FORGOTTEN and node not in self._nodes:
+                    gone[node] = max(sequence, gone.get(node, -1))
+        return gone
+
+    def unfinished(self) -> frozenset[bytes]:
+        """Nodes of deletions that were cut short: every deletion ends those before it, and leaves a record at its end."""
+        gone = self.forgotten()
+        ended = -1
+        for rows in self._newest("records", ("sequence", "kind")) if gone else ():
+            kinds = zip(column(rows, "sequence").to_pylist(), column(rows, "kind").to_pylist(), strict=True)
+            ended = max([ended, *(sequence for sequence, kind in kinds if kind == FORGOTTEN)])
+        return frozenset(node for node, sequence in gone.items() if sequence > ended)
+
     def damaged(self) -> dict[str, str]:
         """Data files of the catalog that are not read -> why."""
         self.load()
@@ -281,6 +302,13 @@ class Catalog:
             if found[node.id] is None and self._nodes.retired(node.id) < row["sequence"]:
                 found[node.id] = node
         return tuple(found[id] for id in ids)
+
+    def _newest(self, name: str, columns: Sequence[str]) -> list[pa.Table]:
+        """Columns of a table's rows, of which nothing is kept in RAM."""
+        table = self.tables[name]
+        if table.dataset.changed(force=True):
+            table.dataset.refresh()
+        return [rows for _, rows in table.read(list(table.dataset.fragments().values()), columns)]
 
     def _forget(self, name: str) -> None:
         """Drop what was read of a table that is read anew."""

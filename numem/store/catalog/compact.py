@@ -179,7 +179,9 @@ def _placements(catalog: Catalog, gone: _Gone, late: int, rows: pa.Table) -> pa.
 
 
 def _nodes(catalog: Catalog, gone: _Gone, late: int, rows: pa.Table) -> pa.Table:
-    """The first row of every node that was not retired since, or not long ago."""
+    """The first row of every node that was not retired since, or not long ago, or whose deletion has yet to end: by its
+    row the deletion knows what belongs to it."""
+    unfinished = catalog.unfinished()
     seen: set[bytes] = set()
     kept = []
     sequences, ids, _, _ = (column(rows, name).to_pylist() for name in NodeIndex.NARROW)
@@ -188,7 +190,7 @@ def _nodes(catalog: Catalog, gone: _Gone, late: int, rows: pa.Table) -> pa.Table
         if retired < sequence and node not in seen:
             seen.add(node)
             kept.append(row)
-        elif sequence <= retired and retired > late:
+        elif sequence <= retired and (retired > late or node in unfinished):
             kept.append(row)
     return rows.take(pa.array(kept, pa.int64()))
 

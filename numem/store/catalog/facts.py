@@ -162,6 +162,10 @@ class Claim:
         return self.active and (not self.expires or now_ns < self.expires)
 
 
+# Why a node was deleted for good, and the kind of the record that a deletion leaves at its end.
+FORGOTTEN = "forgotten"
+
+
 @dataclass(frozen=True, slots=True)
 class Retired:
     """A node that is not visible any more ("collected", "forgotten"), unless it is published again later."""

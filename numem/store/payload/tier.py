@@ -218,14 +218,12 @@ class Tier:
                         sealed.append(last)
         return sealed
 
-    def close_volume(self) -> str | None:
-        """Append no more to the volume that this process writes; returns its name. The next append makes a new one."""
+    def close_volume(self) -> None:
+        """Append no more to the volume that this process writes, or would go on with: the next append makes a new one."""
         with self.appending, self._lock:
-            if self._writing is None:
-                return None
-            (volume, _), self._writing = self._writing, None
-            self._closed.add(volume.name)
-            return volume.name
+            last = self._last() if self._writing is None else self._writing[0].name
+            self._writing = None
+            self._closed.add(last)
 
     def seal(self, name: str) -> None:
         """Never append to a volume again, though it has room; it is about to go."""
@@ -267,7 +265,7 @@ class Tier:
                     return volume
                 self._writing = None
                 return self._create_next(volume.name)
-            last = "".join(self.shelf.marked(f"{self._node}.w{self._writers.number:03d}.")[-1:])
+            last = self._last()
             if last and last not in self._closed and self.shelf.owned(last) and prepare(self, last):
                 volume = self.volume(last)
                 volume.create()
@@ -276,6 +274,10 @@ class Tier:
                     self._writing = (volume, size)
                     return volume
             return self._create_next(last)
+
+    def _last(self) -> str:
+        """The newest volume under this process's number, an earlier process's perhaps; "" where there is none."""
+        return "".join(self.shelf.marked(f"{self._node}.w{self._writers.number:03d}.")[-1:])
 
     def _create_next(self, after: str) -> Volume:
         volume = self._make_next(self._writers.number, after)

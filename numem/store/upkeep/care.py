@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from numem.errors import NotFoundError
 from numem.store.catalog.compact import KEEP_VERSIONS_S, LEAST, CompactReport, compact
-from numem.store.catalog.table import column
 from numem.store.session import Session
 from numem.store.upkeep.archive import Archive, ArchivedVolume, ArchiveReport
 from numem.store.upkeep.collect import DEAD_FRACTION, GRACE_S, CollectReport, collect
@@ -87,13 +86,8 @@ class Care:
 
     def forgotten(self, ids: Iterable[bytes]) -> frozenset[bytes]:
         """Those of these causal ids that were forgotten and not published again since."""
-        self._parts.catalog.refresh("nodes", "retired")
-        table = self._parts.catalog.tables["retired"]
-        gone: set[bytes] = set()
-        for _, rows in table.read(list(table.dataset.fragments().values()), ("id", "reason")):
-            reasons = zip(column(rows, "id").to_pylist(), column(rows, "reason").to_pylist(), strict=True)
-            gone.update(node for node, reason in reasons if reason == "forgotten")
-        return frozenset(node for node in ids if node in gone and node not in self._parts.catalog.nodes)
+        self._parts.catalog.refresh("nodes")
+        return frozenset(self._parts.catalog.forgotten().keys() & set(ids))
 
     def scrub(
         self,

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from numem.errors import StoreError
-from numem.store.catalog.facts import ORDER, Clock, State
+from numem.store.catalog.facts import FORGOTTEN, ORDER, Clock, State
 from numem.store.catalog.index import PlacementIndex
 from numem.store.catalog.nodes import split_ids
 from numem.store.catalog.table import FactTable
@@ -60,15 +60,17 @@ class CatalogCheck:
             if foreign:
                 what = f"not numem's: {some(foreign)}"
                 findings.append(Finding(Severity.NOTE, "catalog", what, "keep them elsewhere; they are left alone"))
+        # Every deletion ends those before it, and leaves a record at its end.
+        ended = max((row["sequence"] for row in self.rows("records") if row["kind"] == FORGOTTEN), default=-1)
         forgotten = set()
         for row in self.rows("retired"):
             self.retired[row["id"]] = max(row["sequence"], self.retired.get(row["id"], -1))
-            if row["reason"] == "forgotten":
+            if row["reason"] == FORGOTTEN and row["sequence"] > ended:
                 forgotten.add(row["id"])
         findings += self._visible()
-        self.half_forgotten = {row["id"] for row in self.rows("nodes") if row["id"] in forgotten - self.nodes.keys()}
+        self.half_forgotten = forgotten - self.nodes.keys()
         if self.half_forgotten:
-            what = f"{len(self.half_forgotten)} nodes that were to be forgotten: some of them is still in the files"
+            what = f"{len(self.half_forgotten)} nodes that were to be forgotten: some of them may still be in the files"
             remedy = "repair ends the deletion that was cut short"
             findings.append(Finding(Severity.REPAIRABLE, "catalog/nodes", what, remedy))
         return findings

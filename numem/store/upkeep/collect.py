@@ -185,7 +185,8 @@ def reclaim(
     before = after = removed = rewritten = 0
     ready = ready_copies(parts, tier)
     doubtful = _doubtful(parts, tier)
-    for name in tier.volumes():
+    # The newest first: where it goes as well, what is copied out of the others is not put into it.
+    for name in reversed(tier.volumes()):
         with closed(parts, tier, name) as free:
             nbytes = tier.shelf.nbytes(name)
             before += nbytes

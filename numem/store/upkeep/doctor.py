@@ -133,9 +133,7 @@ def repair(
     lost = [f"{entry.dataset}: {entry.detail}" for entry in done]
     parts = Session(work, storage_options, PublicationLimits())
     try:
-        check = CatalogCheck(work, storage_options, parts.ledger.read())
-        check.run()
-        mender = Mender(parts, check.half_forgotten)
+        mender = Mender(parts)
         mender.run()
     finally:
         parts.close()

@@ -4,6 +4,9 @@ Tokens and payload leave the spool, every volume that this node can change, and 
 the forgotten nodes used goes, what others use too stays. The report names what could not be reached: volumes that a
 running process writes, tiers of other nodes, archives. Facts that a node is gone stay (its id says nothing about its
 content), so that no copy elsewhere brings it back.
+
+Those facts come first, and a record last. Where a deletion was cut short between them, its nodes are not visible, the
+doctor names them, and the next deletion, whatever it is asked for, ends that one too.
 """
 
 import shutil
@@ -14,7 +17,7 @@ from numem.errors import InputError, IntegrityError, NotFoundError
 from numem.state.node import Node
 from numem.store.catalog import compact
 from numem.store.catalog.catalog import Facts
-from numem.store.catalog.facts import Record, Retired, State
+from numem.store.catalog.facts import FORGOTTEN, Record, Retired, State
 from numem.store.catalog.nodes import split_ids
 from numem.store.catalog.table import column
 from numem.store.payload.tier import Tier
@@ -32,7 +35,7 @@ class ForgetReport:
     """Outcome of a deletion.
 
     Attributes:
-        nodes: nodes that were removed.
+        nodes: nodes that were removed, those of a deletion before that was cut short included.
         pieces, shared: pieces that only they used, which are gone; pieces that others use too, which stay.
         volumes: volumes that were removed, their other content rewritten.
         staged: spool files removed.
@@ -70,17 +73,18 @@ def forget(
     parts.captures.drain()
     parts.committer.flush()  # what this process has under way is visible, and goes too
     parts.catalog.refresh("placements", "nodes", "branches", "identities", force=True)
-    chosen = _chosen(parts, scope, branch, ids)
+    unfinished = parts.catalog.unfinished()
+    chosen = _chosen(parts, scope, branch, ids, unfinished) | unfinished
     staged = _staged(parts, scope, chosen)
     chosen |= staged
     branches = {fact.name for fact in parts.catalog.branch_facts() if fact.head in chosen or fact.name == branch}
     fence()
     with parts.catalog.transaction():
-        facts = [Retired(parts.clock.next(), node, "forgotten") for node in sorted(chosen)]
+        facts = [Retired(parts.clock.next(), node, FORGOTTEN) for node in sorted(chosen)]
         parts.catalog.append(Facts(retired=facts))
         doomed, shared = _pieces(parts, chosen)
         copies = [
-            placement.turned(parts.clock.next(), State.EVICTED, "forgotten")
+            placement.turned(parts.clock.next(), State.EVICTED, FORGOTTEN)
             for content in doomed
             for placement in parts.catalog.placements.current(content)
             if placement.state is not State.EVICTED
@@ -121,12 +125,19 @@ def forget(
     unreached += [f"catalog/{file}: {why}; run numem doctor" for file, why in parts.catalog.damaged().items()]
     report = ForgetReport(len(chosen), len(doomed), len(shared), volumes, len(staged), nbytes, tuple(unreached))
     body = {"actor": actor, "reason": reason, "nodes": report.nodes, "pieces": report.pieces, "bytes": nbytes}
-    parts.catalog.append(Facts(records=[Record(parts.clock.next(), "forgotten", scope or b"", body)]))
+    parts.catalog.append(Facts(records=[Record(parts.clock.next(), FORGOTTEN, scope or b"", body)]))
     return report
 
 
-def _chosen(parts: Session, scope: bytes | None, branch: str | None, ids: Iterable[bytes] | None) -> set[bytes]:
-    """Nodes to forget, retired ones included: their rows may still be there."""
+def _chosen(
+    parts: Session,
+    scope: bytes | None,
+    branch: str | None,
+    ids: Iterable[bytes] | None,
+    unfinished: frozenset[bytes],
+) -> set[bytes]:
+    """Nodes to forget, retired ones included: their rows may still be there, and need not where they are `unfinished`."""
+    hint = "; a deletion was cut short, end it with numem doctor --repair" if unfinished else ""
     rows = parts.catalog.tables["nodes"]
     rows.dataset.refresh()
     found: dict[bytes, tuple[bytes, bytes]] = {}
@@ -136,16 +147,16 @@ def _chosen(parts: Session, scope: bytes | None, branch: str | None, ids: Iterab
     if scope is not None:
         chosen = {node for node, (_, owner) in found.items() if owner == scope}
         if not chosen and scope not in parts.catalog.identities() and not _staged(parts, scope, set()):
-            raise NotFoundError(f"forget: no scope {scope.hex()} in this memory")
+            raise NotFoundError(f"forget: no scope {scope.hex()} in this memory{hint}")
         return chosen
     if branch is not None:
         heads = {fact.name: fact.head for fact in parts.catalog.branch_facts()}
         if branch not in heads:
-            raise NotFoundError(f"forget: no branch {branch!r} in this memory")
+            raise NotFoundError(f"forget: no branch {branch!r} in this memory{hint}")
         kept = [head for name, head in heads.items() if name != branch]
         return _up(found, [heads[branch]]) - _up(found, kept)
     wanted = set(ids or ())
-    for node in wanted - found.keys():
+    for node in wanted - found.keys() - unfinished:
         raise NotFoundError(f"forget: no node {node.hex()} in this memory")
     children: dict[bytes, list[bytes]] = {}
     for node, (parent, _) in found.items():

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from numem.errors import RecoveryError, StoreError
@@ -41,16 +41,14 @@ class Mender:
     """The repair of one open memory.
 
     Args:
-        half_forgotten: nodes of a deletion that was cut short.
 
     Attributes:
         done: what was mended, opening included.
         lost: what could not be had back, one line each.
     """
 
-    def __init__(self, parts: Session, half_forgotten: Collection[bytes]) -> None:
+    def __init__(self, parts: Session) -> None:
         self._parts = parts
-        self._half_forgotten = half_forgotten
         self.done: list[Recovered] = []
         self.lost: list[str] = []
 
@@ -62,11 +60,9 @@ class Mender:
                 self._volumes(tier)
             fence()
             self._catalog()
-            if self._half_forgotten:
-                forget(
-                    parts, ids=self._half_forgotten, actor="doctor", reason="a deletion that was cut short", fence=fence
-                )
-                self.done.append(Recovered("swept", "catalog/nodes", f"{len(self._half_forgotten)} forgotten nodes"))
+            if parts.catalog.unfinished():
+                ended = forget(parts, ids=(), actor="doctor", reason="a deletion that was cut short", fence=fence)
+                self.done.append(Recovered("swept", "catalog/nodes", f"{ended.nodes} forgotten nodes"))
             for tier in parts.tiers.values():
                 fence()
                 with parts.evictor.exclusive(tier):
@@ -110,11 +106,12 @@ class Mender:
         rebuilt from them. The damaged data files are kept."""
         ready = ready_copies(self._parts, tier)
         damaged = {name: bad for name in tier.volumes() if (bad := self._bad_files(tier, name, ready.get(name, ())))}
+        for name in damaged:
+            tier.seal(name)  # none of them takes what is copied out of another
         for name, bad in damaged.items():
             with closed(self._parts, tier, name) as free:
                 if not free:
                     continue
-                tier.seal(name)
                 copies = [copy for copy in ready_copies(self._parts, tier).get(name, ()) if tier.present(copy)]
                 documents = self._documents(tier, damaged, copies)
                 if copies or documents["nodes"]:
