@@ -5,10 +5,10 @@ BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types ui s3 bench clean
+.PHONY: help setup demo test test-all anchors test-anchors lint types ui s3 bench clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create .venv, install pinned dependencies and build the C kernels
 
@@ -28,6 +28,12 @@ test: lint types  ## lint, types and the test suite (under 15 minutes on 2 cores
 
 test-all: lint types  ## the same with the slow tests
 	$(BIN)/python -m pytest
+
+anchors: setup  ## fetch the real weights and the text of test-anchors (Gemma: see CONTRIBUTING.md)
+	$(BIN)/python -m numem.models.hub.anchors
+
+test-anchors: anchors  ## the tests on real weights, slow ones too
+	$(BIN)/python -m pytest -m anchors
 
 lint: setup
 	$(BIN)/ruff check .

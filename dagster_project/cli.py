@@ -40,6 +40,9 @@ ModelOption = Annotated[
     str | None, typer.Option("--model", metavar="KEY", help="A key of `numem models list`, or a model directory.")
 ]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16, of weights and cache.")]
+QuantiseOption = Annotated[
+    str | None, typer.Option("--quantise", help="none, q8, q4, q4a, q4k or native (as weights were quantised before).")
+]
 LanesOption = Annotated[int, typer.Option("--lanes", min=1, max=256, help="Prompts decoded at once.")]
 
 DEMO_TOKENS = 64
@@ -52,6 +55,7 @@ def demo(
     memory: MemoryOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantise: QuantiseOption = None,
     max_position: MaxPositionOption = None,
     model_free: Annotated[
         bool, typer.Option("--model-free", help="Without a model: the exactness contract on synthetic state.")
@@ -84,7 +88,7 @@ def demo(
     settings = Settings(
         max_new_tokens=DEMO_TOKENS, lanes=DEMO_LANES, ignore_eos=True, arrivals="restore", again=True, previews=True
     )
-    where = _deployment(memory, model, dtype, max_position)
+    where = _deployment(memory, model, dtype, quantise, max_position)
     _job(example_prompts(), settings, where, None, as_json)
 
 
@@ -96,6 +100,7 @@ def run(
     memory: MemoryOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantise: QuantiseOption = None,
     max_position: MaxPositionOption = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=0)] = 64,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
@@ -125,7 +130,7 @@ def run(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, lanes=lanes,
         cache_mib=cache_mib, again=again,
     )  # fmt: skip
-    _job(prompts, settings, _deployment(memory, model, dtype, max_position), out, as_json)
+    _job(prompts, settings, _deployment(memory, model, dtype, quantise, max_position), out, as_json)
 
 
 @app.command()
@@ -135,14 +140,15 @@ def ui(
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 3000,
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantise: QuantiseOption = None,
 ) -> None:
     """Open Dagster's UI on the memory's runs, at http://127.0.0.1:3000. Ends with ctrl-C."""
     from dagster_project import ui as server
     from dagster_project.deployment import Deployment
 
-    deployment = Deployment.here(memory=memory, model=model, dtype=dtype)
+    deployment = Deployment.here(memory=memory, model=model, dtype=dtype, quantise=quantise)
     server.require_free(port)
-    environment = server.environment(deployment, chosen=bool(model or dtype))
+    environment = server.environment(deployment, chosen=bool(model or dtype or quantise))
     console.print(f"http://{server.HOST}:{port}  (memory {environment['NUMEM_MEMORY']})", highlight=False, markup=False)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -166,12 +172,14 @@ def example_prompts() -> Path:
     )
 
 
-def _deployment(memory: str | None, model: str | None, dtype: str | None, max_position: int | None) -> "Deployment":
+def _deployment(
+    memory: str | None, model: str | None, dtype: str | None, quantise: str | None, max_position: int | None
+) -> "Deployment":
     # Dagster announces what it will rename one day; that is for developers, who see it in the tests.
     warnings.simplefilter("ignore")
     from dagster_project.deployment import Deployment
 
-    return Deployment.here(memory=memory, model=model, dtype=dtype, max_position=max_position)
+    return Deployment.here(memory=memory, model=model, dtype=dtype, quantise=quantise, max_position=max_position)
 
 
 def _job(prompts: Path, settings: "Settings", deployment: "Deployment", out: Path | None, as_json: bool) -> None:

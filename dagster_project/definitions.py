@@ -32,6 +32,7 @@ def default_resources() -> dict[str, Any]:
         "model": ModelResource(
             key=env.text(env.MODEL, env.DEFAULT_MODEL),
             dtype=env.text(env.DTYPE, "float32"),
+            quantise=env.text(env.QUANTISE, "none"),
             max_position=env.number(env.MAX_POSITION, 0),
         ),
         "runtime": RuntimeResource(),

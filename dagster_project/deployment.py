@@ -17,6 +17,7 @@ from numem.errors import InputError
 
 # Beside the instance: the model of its last run, for the UI that is opened on it later.
 FILE = "deployment.json"
+REMEMBERED = ("model", "dtype", "quantise", "max_position")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Deployment:
     tiers: str = ""
     model: str = env.DEFAULT_MODEL
     dtype: str = "float32"
+    quantise: str = "none"
     max_position: int = 0
 
     @classmethod
@@ -38,6 +40,7 @@ class Deployment:
         memory: str | None = None,
         model: str | None = None,
         dtype: str | None = None,
+        quantise: str | None = None,
         max_position: int | None = None,
     ) -> Self:
         """Options where given, else this process's environment, else defaults. Directories become absolute."""
@@ -53,6 +56,7 @@ class Deployment:
             tiers=get(env.TIERS) or "",
             model=_absolute(key) if Path(key).is_dir() else key,
             dtype=dtype or get(env.DTYPE) or "float32",
+            quantise=quantise or get(env.QUANTISE) or "none",
             max_position=int(position) if max_position is None else max_position,
         )
 
@@ -60,7 +64,7 @@ class Deployment:
         return MemoryResource(home=self.memory, node=self.node, local=self.local, tiers=self.tiers)
 
     def model_resource(self) -> ModelResource:
-        return ModelResource(key=self.model, dtype=self.dtype, max_position=self.max_position)
+        return ModelResource(key=self.model, dtype=self.dtype, quantise=self.quantise, max_position=self.max_position)
 
     def environment(self) -> dict[str, str]:
         """Variables that give another process this deployment."""
@@ -71,19 +75,20 @@ class Deployment:
             env.TIERS: self.tiers,
             env.MODEL: self.model,
             env.DTYPE: self.dtype,
+            env.QUANTISE: self.quantise,
             env.MAX_POSITION: str(self.max_position),
         }
         return {name: value for name, value in values.items() if value}
 
     def remember(self, home: Path) -> None:
-        """Leave model, dtype and context beside the instance, for a UI opened on it."""
+        """Leave model, dtype, quantisation and context beside the instance, for a UI opened on it."""
         partial = home / f".{FILE}.{os.getpid()}"
-        partial.write_text(json.dumps({name: asdict(self)[name] for name in ("model", "dtype", "max_position")}))
+        partial.write_text(json.dumps({name: asdict(self)[name] for name in REMEMBERED}))
         partial.replace(home / FILE)
 
 
 def remembered(home: Path) -> dict[str, Any]:
-    """Model, dtype and context of the last run of an instance; empty where none ran.
+    """Model, dtype, quantisation and context of the last run of an instance; empty where none ran.
 
     Raises:
         InputError: the file is damaged.
@@ -93,7 +98,12 @@ def remembered(home: Path) -> dict[str, Any]:
         return {}
     try:
         tree = json.loads(path.read_text())
-        return {"model": str(tree["model"]), "dtype": str(tree["dtype"]), "max_position": int(tree["max_position"])}
+        return {
+            "model": str(tree["model"]),
+            "dtype": str(tree["dtype"]),
+            "quantise": str(tree.get("quantise", "none")),  # earlier releases left none
+            "max_position": int(tree["max_position"]),
+        }
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: damaged ({error}); delete it and name the model with --model") from error
 

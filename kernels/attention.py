@@ -1,4 +1,4 @@
-"""Causal attention of rows over the paged keys and values of their lanes."""
+"""Attention of rows over the paged keys and values of their lanes: causal, or bidirectional within a lane's length."""
 
 import ctypes
 
@@ -28,12 +28,17 @@ def paged_attention(
     head_dim: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
+    lengths: Tensor | None = None,
+    right: int = -1,
 ) -> Tensor:
     """Attention of row m at position p over the keys [max(0, p - window + 1), p] of its lane (all of [0, p] without
-    a window); the row's own key is already in its page.
+    a window); the row's own key is already in its page. With `lengths` it is bidirectional: the row sees the keys
+    [max(0, p - window + 1), min(lengths[lane], p + right + 1)), from 0 without a window and to the lane's length with
+    right = -1. A row that sees nothing is zeros.
 
-    Keys are cut into splits of 512 at absolute multiples. Per split: score = scale * (fma chain over head_dim);
-    weight = exp(score - max); sum of weights in 16 accumulators by key position mod 16 and a fixed tree; value = fma
+    Keys are cut into splits of 512 at absolute multiples. Per split: score = scale * (fma chain over head_dim), with a
+    soft cap then cap * tanh(score / cap); weight = exp(score - max); sum of weights in 16 accumulators by key position mod 16 and a fixed tree; value = fma
     chain over the visible keys in order. Splits are merged in order. Masked keys are never multiplied, so whatever
     unwritten or stale bytes their pages hold cannot reach a row.
 
@@ -48,7 +53,10 @@ def paged_attention(
         heads: a multiple of `kv_heads`.
         head_dim: a multiple of 16, up to 256.
         scale: multiplied to each score.
-        window: keys seen by a row, its own included; 0 for all.
+        window: keys seen by a row up to and with its own; 0 for all.
+        softcap: largest size of a score; 0 for none.
+        lengths: int32 [lanes], keys of each lane.
+        right: keys seen behind a row's own, with `lengths` only; -1 for all.
     """
     rows, width = q.shape
     if (
@@ -80,8 +88,15 @@ def paged_attention(
             f"paged_attention: block tables must be int32 [lanes, pages], lanes int32 [{rows}] and positions int64 "
             f"[{rows}], all contiguous"
         )
-    if window < 0:
-        raise InputError(f"paged_attention: window {window} is negative")
+    if window < 0 or right < -1 or (right >= 0 and lengths is None) or not 0.0 <= softcap < float("inf"):
+        raise InputError(
+            f"paged_attention: window {window}, right {right} (with lengths only) and soft cap {softcap} must be 0 or "
+            "more, right -1 or more"
+        )
+    if lengths is not None and (
+        lengths.shape != block_tables.shape[:1] or lengths.dtype is not torch.int32 or not lengths.is_contiguous()
+    ):
+        raise InputError(f"paged_attention: lengths must be contiguous int32 [{len(block_tables)}]")
     if out is None:
         out = torch.empty((rows, width), dtype=torch.float32)
     elif out.shape != (rows, width) or out.dtype is not torch.float32 or out.stride(1) != 1 or not out.is_cpu:
@@ -89,7 +104,8 @@ def paged_attention(
     if not native.active:
         return reference(
             q, k_layer, v_layer, block_tables, row_lane, positions, out,
-            heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=scale, window=window,
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=scale, window=window, softcap=softcap,
+            lengths=lengths, right=right,
         )  # fmt: skip
     lanes, table_width = block_tables.shape
     arguments = native.Attention(
@@ -110,8 +126,11 @@ def paged_attention(
         kv_heads,
         head_dim,
         window,
+        None if lengths is None else lengths.data_ptr(),
+        right,
         k_layer.dtype is torch.bfloat16,
         scale,
+        softcap,
     )
     code = _attention(ctypes.addressof(arguments))
     if code > 0:
@@ -123,8 +142,8 @@ def paged_attention(
 
 def _bad_row(row: int, row_lane: Tensor, positions: Tensor) -> InputError:
     return InputError(
-        f"paged_attention: row {row} (lane {int(row_lane[row])}, position {int(positions[row])}) needs a lane or page "
-        "outside the block tables or the pool"
+        f"paged_attention: row {row} (lane {int(row_lane[row])}, position {int(positions[row])}) needs a lane, page or "
+        "length outside the block tables or the pool"
     )
 
 
@@ -141,7 +160,10 @@ def reference(
     kv_heads: int,
     head_dim: int,
     scale: float,
-    window: int = 0,
+    window: int,
+    softcap: float,
+    lengths: Tensor | None,
+    right: int,
 ) -> Tensor:
     """The torch form: one row at a time, each split padded to 512 keys, so that every row has the same shapes."""
     group = heads // kv_heads
@@ -155,6 +177,13 @@ def reference(
         if not 0 <= lane < lanes or position >= table_width * PAGE:
             raise _bad_row(row, row_lane, positions)
         low, high = max(0, position - window + 1) if window else 0, position + 1
+        if lengths is not None:
+            length = int(lengths[lane])
+            if not 0 <= length <= table_width * PAGE:
+                raise _bad_row(row, row_lane, positions)
+            high = length if right < 0 else min(length, position + right + 1)
+        if low >= high:
+            continue
         query = q[row].reshape(kv_heads, group, head_dim).contiguous()
         state: tuple[Tensor, Tensor, Tensor] | None = None
         for base in range(low // SPLIT * SPLIT, high, SPLIT):
@@ -172,7 +201,10 @@ def reference(
             seen[first - base : last - base] = True
             keys = torch.where(seen, keys, 0.0)
             values = torch.where(seen[:, None], values, 0.0)
-            scores = torch.where(seen, torch.bmm(query, keys) * scale, -torch.inf)
+            scores = torch.bmm(query, keys) * scale
+            if softcap:
+                scores = torch.tanh(scores / softcap) * softcap
+            scores = torch.where(seen, scores, -torch.inf)
             top = scores.amax(-1)
             weights = torch.exp(scores - top[..., None])
             part = (top, weights.sum(-1), torch.bmm(weights, values))

@@ -10,6 +10,7 @@ Reference: `F.linear` in fixed tiles of 16 rows, whose rows do not depend on the
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -24,6 +25,7 @@ _rows = native.function("nm_rows")
 _pack = native.function("nm_pack")
 
 _TILE = 16  # rows of a reference tile
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in csrc/api.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +67,44 @@ class PackedLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        if weight.ndim != 2 or weight.dtype not in (torch.float32, torch.bfloat16) or 0 in weight.shape:
-            raise InputError(f"linear: weight {tuple(weight.shape)} {weight.dtype} is not a float32 or bfloat16 matrix")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise InputError(f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+        self._build((weight,), weight.dtype, bias)
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Tensor], dtype: torch.dtype, bias: Tensor | None = None) -> Self:
+        """The layer of `torch.cat([p.to(dtype) for p in parts])`, bit for bit, without that matrix in memory.
+
+        Args:
+            parts: [n_i, K] each, float32, float16 or bfloat16, mixed as they come; views of mapped files are read
+                once, row by row.
+            dtype: float32 or bfloat16.
+            bias: [sum of n_i].
+        """
+        layer = cls.__new__(cls)
+        layer._build(parts, dtype, bias)
+        return layer
+
+    def _build(self, parts: Sequence[Tensor], dtype: torch.dtype, bias: Tensor | None) -> None:
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise InputError(f"linear: a weight of {dtype} cannot be held; use float32 or bfloat16")
+        if not parts:
+            raise InputError("linear: a weight of no parts")
+        for part in parts:
+            if part.ndim != 2 or part.dtype not in _TYPES or 0 in part.shape or part.shape[1] != parts[0].shape[1]:
+                raise InputError(
+                    f"linear: weight {tuple(part.shape)} {part.dtype} is not a float32, float16 or bfloat16 matrix "
+                    "as wide as the others"
+                )
+        self.out_features, self.in_features = sum(len(part) for part in parts), parts[0].shape[1]
+        if bias is not None and bias.shape != (self.out_features,):
+            raise InputError(
+                f"linear: bias {tuple(bias.shape)} does not fit weight {self.out_features, self.in_features}"
+            )
+        self.dtype = dtype
         # a copy, so that a caller's tensor (or mapped file) is never aliased
         self.bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
         self._matrix: native.Matrix | None = None
         if native.active:
-            self._panels = _packed(weight.detach().contiguous())
+            self._panels = _packed(parts, self.out_features, dtype)
             self._matrix = native.Matrix(
                 self._panels.data_ptr(),
                 None if self.bias is None else self.bias.data_ptr(),
@@ -85,7 +114,12 @@ class PackedLinear:
             )
             self._handle = ctypes.addressof(self._matrix)
         else:
-            self._panels = weight.detach().to(torch.float32, copy=True).contiguous()
+            self._panels = torch.cat([part.detach().to(dtype).to(torch.float32) for part in parts])
+
+    @property
+    def handle(self) -> int | None:
+        """Address of the extension's view of the matrix; None where the reference runs."""
+        return None if self._matrix is None else self._handle
 
     @property
     def nbytes(self) -> int:
@@ -182,10 +216,12 @@ class PackedLinear:
         return out
 
 
-def _packed(weight: Tensor) -> Tensor:
-    n, k = weight.shape
-    panels = -(-n // native.PANEL)
-    steps = (k, native.PANEL) if weight.dtype is torch.float32 else (-(-k // 2), native.PANEL, 2)
-    out = torch.empty((panels, *steps), dtype=weight.dtype)
-    _pack(weight.data_ptr(), out.data_ptr(), n, k, weight.element_size())
+def _packed(parts: Sequence[Tensor], n: int, dtype: torch.dtype) -> Tensor:
+    k = parts[0].shape[1]
+    # rows only need to be contiguous each; a transposed part is copied
+    rows = [part.detach() if part.stride(1) == 1 else part.detach().contiguous() for part in parts]
+    views = (native.Part * len(rows))(*(native.Part(r.data_ptr(), len(r), r.stride(0), _TYPES[r.dtype]) for r in rows))
+    steps = (k, native.PANEL) if dtype is torch.float32 else (-(-k // 2), native.PANEL, 2)
+    out = torch.empty((-(-n // native.PANEL), *steps), dtype=dtype)
+    _pack(ctypes.addressof(views), len(rows), out.data_ptr(), k, dtype is torch.bfloat16)
     return out

@@ -18,8 +18,8 @@ PAGE = 16  # tokens of a page
 PANEL = 32  # weight columns of a panel
 SPLIT = 512  # keys of an attention split, at absolute multiples
 
-_ABI = 5
-_ISAS = ("portable", "avx2", "avx512", "avx512bf16")
+_ABI = 13
+_ISAS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16")
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -30,11 +30,17 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "nm_pack": (None, [_P, _P, _I, _I, _I]),
     "nm_rows": (_I, [_P, _P, _P, _I]),
     "nm_linear": (_I, [_P, _P, _I, _P, _I, _P, _I, _I, _I, _P, _P]),
-    "nm_rms_norm": (None, [_P, _I, _P, _F, _F, _P, _I, _I, _I, _I]),
-    "nm_silu_mul": (None, [_P, _P, _I, _I]),
+    "nm_normalise": (None, [_P, _I]),
+    "nm_gated": (None, [_P, _P, _I, _I, _I]),
+    "nm_activate": (None, [_P, _P, _I, _I, _I]),
+    "nm_softcap": (None, [_P, _I, _I, _I, _F, _I, _P, _P]),
     "nm_exp": (None, [_P, _P, _I]),
-    "nm_rope_write": (_I, [_P, _I, _P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I]),
+    "nm_rope_write": (_I, [_P, _I, _P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I]),
     "nm_paged_attention": (_I, [_P]),
+    "nm_quantised_linear": (_I, [_P, _P, _I, _P, _I, _P, _I, _I, _I, _P, _P]),
+    "nm_quantised_rows": (_I, [_P, _P, _P, _I]),
+    "nm_run": (_I, [_P, _I, _P]),
+    "nm_read": (ctypes.c_uint64, [_P, _I]),
     "nm_move": (_I, [_P, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _I, _I]),
 }
 
@@ -43,6 +49,69 @@ class Matrix(ctypes.Structure):
     """`nm_matrix`: a packed weight matrix; the memory belongs to the caller."""
 
     _fields_ = [("panels", _P), ("bias", _P), ("n", _I), ("k", _I), ("bf16", _I)]
+
+
+class Part(ctypes.Structure):
+    """`nm_part`: rows of a weight as they lie in memory; `type` 0 float32, 1 float16, 2 bfloat16."""
+
+    _fields_ = [("data", _P), ("rows", _I), ("stride", _I), ("type", _I)]
+
+
+class Op(ctypes.Structure):
+    """`nm_op` of program.c: one kernel call of a program."""
+
+    _fields_ = [
+        ("kind", _I),
+        ("object", _P),
+        ("other", _P),
+        *((name, _I) for name in ("x", "out", "residual", "quantised", "width", "groups", "choice", "limit")),
+        *((name, _I) for name in ("layer", "heads", "kv_heads", "head_dim", "half", "window", "right")),
+        *((name, _F) for name in ("eps", "offset", "scale", "softcap")),
+    ]
+
+
+class Call(ctypes.Structure):
+    """`nm_call` of program.c: what a program runs on."""
+
+    _fields_ = [
+        ("parts", _P),
+        ("strides", _P),
+        ("rows", _I),
+        *((name, _P) for name in ("tokens", "positions", "slots", "lane", "tables", "lengths")),
+        ("lanes", _I),
+        ("table_width", _I),
+        ("k", _P),
+        ("v", _P),
+        ("layer_bytes", _I),
+        ("pages", _I),
+        ("bf16", _I),
+    ]
+
+
+class Norm(ctypes.Structure):
+    """`nm_norm`: arguments of a norm of rows."""
+
+    _fields_ = [
+        ("x", _P),
+        ("x_stride", _I),
+        ("weight", _P),
+        ("bias", _P),
+        ("residual", _P),
+        ("r_stride", _I),
+        ("out", _P),
+        ("o_stride", _I),
+        ("rows", _I),
+        ("groups", _I),
+        ("width", _I),
+        ("eps", _F),
+        ("offset", _F),
+    ]
+
+
+class Quantised(ctypes.Structure):
+    """`nm_quantised`: a quantised weight matrix; the memory belongs to the caller."""
+
+    _fields_ = [("records", _P), ("units", _P), ("bias", _P), ("n", _I), ("k", _I), ("format", _I)]
 
 
 class Attention(ctypes.Structure):
@@ -66,8 +135,11 @@ class Attention(ctypes.Structure):
         ("kv_heads", _I),
         ("head_dim", _I),
         ("window", _I),
+        ("lengths", _P),
+        ("right", _I),
         ("bf16", _I),
         ("scale", _F),
+        ("softcap", _F),
     ]
 
 
@@ -135,6 +207,13 @@ def use(name: str) -> None:
             raise InputError(f"instruction set {name!r} is not usable here; use one of {[*isas(), 'torch']}")
         function("nm_use")(_ISAS.index(name))
     _isa, active = name, name != "torch"
+
+
+def read_bytes(tensor: torch.Tensor) -> int:
+    """Read a contiguous tensor of a multiple of 8 bytes with as many threads as a kernel: its words' exclusive or."""
+    if not tensor.is_contiguous() or tensor.nbytes % 8 or not tensor.is_cpu:
+        raise InputError(f"read: {tensor.nbytes} bytes must be contiguous, on the CPU and a multiple of 8")
+    return function("nm_read")(tensor.data_ptr(), tensor.nbytes)
 
 
 def set_threads(n: int) -> None:

@@ -25,11 +25,13 @@ def rope_write(
 ) -> None:
     """Rotate the queries and keys of each row in place and write its key and value to a page.
 
-    Halves are paired: x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin, each product and sum rounded.
+    Halves of the first `dim` components are paired, dim being twice the tables' width: x1' = x1 cos - x2 sin,
+    x2' = x2 cos + x1 sin, each product and sum rounded. The components behind them stay; tables of width 0 rotate
+    nothing.
 
     Args:
         qkv: float32 [M, (heads + 2 kv_heads) head_dim], rows contiguous: queries, keys, values.
-        cos, sin: float32 [P, head_dim / 2], contiguous.
+        cos, sin: float32 [P, dim / 2], contiguous, dim <= head_dim.
         positions: int64 [M] in [0, P); < 0: an idle row, left alone.
         k_layer: [pages, kv_heads, head_dim, 16], float32 or bfloat16, contiguous.
         v_layer: [pages, kv_heads, 16, head_dim], of the same dtype, contiguous.
@@ -52,14 +54,15 @@ def rope_write(
         )
     if (
         cos.shape != sin.shape
-        or cos.shape[1] * 2 != head_dim
+        or cos.ndim != 2
+        or cos.shape[1] * 2 > head_dim
         or cos.dtype is not torch.float32
         or sin.dtype is not torch.float32
         or not cos.is_contiguous()
         or not sin.is_contiguous()
     ):
         raise InputError(
-            f"rope_write: tables {tuple(cos.shape)}, {tuple(sin.shape)} must be float32 [P, {head_dim // 2}]"
+            f"rope_write: tables {tuple(cos.shape)}, {tuple(sin.shape)} must be float32 [P, up to {head_dim // 2}]"
         )
     check_layer("rope_write", k_layer, v_layer, kv_heads, head_dim)
     if (
@@ -92,6 +95,7 @@ def rope_write(
         heads,
         kv_heads,
         head_dim,
+        cos.shape[1],
         k_layer.dtype is torch.bfloat16,
     )
     if code:
@@ -136,14 +140,14 @@ def reference(
     head_dim: int,
 ) -> None:
     """The torch form."""
-    half = head_dim // 2
+    half = cos.shape[1]
     live = (positions >= 0).nonzero().squeeze(1)
     shape, step = (len(qkv), heads + 2 * kv_heads, head_dim), qkv.stride(0)
     x = qkv.as_strided(shape, (step, head_dim, 1))
     turned = x[live, : heads + kv_heads]
     c, s = cos[positions[live]].unsqueeze(1), sin[positions[live]].unsqueeze(1)
-    a, b = turned[..., :half], turned[..., half:]
-    x[live, : heads + kv_heads] = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+    a, b = turned[..., :half], turned[..., half : 2 * half]
+    x[live, : heads + kv_heads] = torch.cat((a * c - b * s, b * c + a * s, turned[..., 2 * half :]), dim=-1)
     write = ((positions >= 0) & (slots >= 0)).nonzero().squeeze(1)
     page, token = slots[write] // PAGE, slots[write] % PAGE
     k_layer[page, :, :, token] = x[write, heads : heads + kv_heads].to(k_layer.dtype)

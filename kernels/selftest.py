@@ -12,15 +12,17 @@ from torch import Tensor
 
 from numem.errors import InputError, ModelError
 from numem.identity.digest import blake3_of
+from numem.kernels.activation import activate, gated, softcap
 from numem.kernels.attention import paged_attention
 from numem.kernels.linear import PackedLinear
-from numem.kernels.mlp import silu_mul
-from numem.kernels.norm import rms_norm
+from numem.kernels.norm import layer_norm, rms_norm
 from numem.kernels.pages import PAGE, new_pools
+from numem.kernels.quantised import QuantisedLinear
 from numem.kernels.rope import rope_write
 
 _ROWS = 33  # more than one tile of every build, and not a multiple of any
 _HEAD_COLUMNS = 1024  # columns of the head that are tested
+_QUANTISED_COLUMNS = 80  # columns of quantised layers that are tested: not whole panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,16 @@ class Shapes:
         heads, kv_heads, head_dim: attention heads.
         vocab: columns of the head.
         dtype: of weights and pages, "float32" or "bfloat16".
+        act, gated: activation of the feed-forward block, and whether it gates.
+        centred: layer norms (RMS norms else).
+        sandwich: norms whose residual is added by the kernel.
+        offset: added to the weights of norms.
+        attn_softcap, final_softcap: caps of scores and of logits, 0 for none.
+        causal: whether rows see only what is before them.
+        quantised: formats that layers are kept in.
+
+    What is named from `act` on is tested only where it is not as it is by default: models that do without keep their
+    digest when a kernel joins.
     """
 
     hidden: int
@@ -41,6 +53,15 @@ class Shapes:
     head_dim: int
     vocab: int
     dtype: str = "float32"
+    act: str = "silu"
+    gated: bool = True
+    centred: bool = False
+    sandwich: bool = False
+    offset: float = 0.0
+    attn_softcap: float = 0.0
+    final_softcap: float = 0.0
+    causal: bool = True
+    quantised: tuple[str, ...] = ()
 
 
 class _Stream:
@@ -101,8 +122,11 @@ def self_test(shapes: Shapes) -> bytes:
     tiny = PackedLinear((stream.weights(64, 128) * 2.0**-62).to(dtype))
     below = PackedLinear((stream.weights(64, 128) * 2.0**-128).to(dtype))
     outputs += [tiny(stream.values(_ROWS, 128) * 2.0**-63), below(stream.values(_ROWS, 128))]
-    outputs.append(silu_mul(stream.values(_ROWS, 2 * shapes.inter).mul_(8.0)))
+    outputs.append(gated(stream.values(_ROWS, 2 * shapes.inter).mul_(8.0)))
     outputs += _attention(stream, shapes, dtype)
+    outputs += _forms(stream, shapes)
+    for name in shapes.quantised:
+        outputs += _quantised(stream, name, shapes)
     # bfloat16 pages travel as their bytes
     return blake3_of(t.contiguous().view(torch.uint8).numpy() for t in outputs)
 
@@ -125,12 +149,17 @@ def _attention(stream: _Stream, shapes: Shapes, dtype: torch.dtype) -> list[Tens
     outputs = [qkv, k, v]
     lanes = torch.zeros(_ROWS, dtype=torch.int32)
     queries = qkv[:, : heads * dim]
-    for window in (0, 100):
+    forms: list[tuple[int, float, Tensor | None]] = [(0, 0.0, None), (100, 0.0, None)]
+    if shapes.attn_softcap or not shapes.causal:
+        length = None if shapes.causal else torch.tensor([start + _ROWS], dtype=torch.int32)
+        forms += [(window, shapes.attn_softcap, length) for window in (0, 100)]
+    for window, cap, lengths in forms:
 
-        def attend(rows: slice, window: int = window) -> Tensor:
+        def attend(rows: slice, window: int = window, cap: float = cap, lengths: Tensor | None = lengths) -> Tensor:
             return paged_attention(
                 queries[rows], k[0], v[0], table, lanes[rows], positions[rows],
-                heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, window=window,
+                heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, window=window, softcap=cap,
+                lengths=lengths, right=-1 if lengths is None else window - 1,
             )  # fmt: skip
 
         y = attend(slice(None))
@@ -138,6 +167,37 @@ def _attention(stream: _Stream, shapes: Shapes, dtype: torch.dtype) -> list[Tens
             one = slice(row, row + 1)
             _require_equal(attend(one), y[one], f"attention {heads} x {kv_heads} x {dim}, window {window}")
         outputs.append(y)
+    return outputs
+
+
+def _forms(stream: _Stream, shapes: Shapes) -> list[Tensor]:
+    """What only some families use."""
+    outputs: list[Tensor] = []
+    if shapes.act != "silu" or not shapes.gated:
+        x = stream.values(_ROWS, 2 * shapes.inter).mul_(8.0)
+        outputs.append(gated(x, act=shapes.act) if shapes.gated else activate(x, act=shapes.act))
+    if shapes.centred or shapes.sandwich or shapes.offset:
+        x, weight, other = (stream.values(*shape, shapes.hidden) for shape in ((_ROWS,), (), (_ROWS,)))
+        if shapes.centred:
+            outputs.append(layer_norm(x, weight, other[0], 1e-12, offset=shapes.offset))
+        outputs.append(rms_norm(x, weight, 1e-6, offset=shapes.offset, residual=other if shapes.sandwich else None))
+    if shapes.final_softcap:
+        logits = stream.values(_ROWS, min(shapes.vocab, _HEAD_COLUMNS)).mul_(2.0 * shapes.final_softcap)
+        outputs.append(softcap(logits, shapes.final_softcap))
+    return outputs
+
+
+def _quantised(stream: _Stream, name: str, shapes: Shapes) -> list[Tensor]:
+    """Layers in one format: the bytes that the quantiser finds, rows and outputs."""
+    outputs: list[Tensor] = []
+    for n, k in ((_QUANTISED_COLUMNS, shapes.hidden), (_QUANTISED_COLUMNS, shapes.inter)):
+        layer = QuantisedLinear(stream.weights(n, k), name, stream.values(n))
+        rows, residual = stream.values(_ROWS, k), stream.values(_ROWS, n)
+        y = layer(rows, residual=residual)
+        for row in (0, _ROWS // 2, _ROWS - 1):
+            one = slice(row, row + 1)
+            _require_equal(layer(rows[one], residual=residual[one]), y[one], f"{name} linear {n} x {k}")
+        outputs += [*layer.planes().values(), y, layer.rows(torch.tensor([0, n - 1]))]
     return outputs
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numem.lineage.decisions import DecisionLog
     from numem.models.conversation import Conversation
+    from numem.models.embedding.embedder import Embedder, load_embedder
     from numem.models.lm import LM, load_lm
     from numem.runtime.beam import beam_search
     from numem.runtime.front import Runtime
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Conversation": "numem.models.conversation",
     "DecisionLog": "numem.lineage.decisions",
+    "Embedder": "numem.models.embedding.embedder",
     "Finish": "numem.runtime.request",
     "LM": "numem.models.lm",
     "Memory": "numem.store.memory",
@@ -34,6 +36,7 @@ _HOMES = {
     "TierSpec": "numem.store.config",
     "Token": "numem.runtime.request",
     "beam_search": "numem.runtime.beam",
+    "load_embedder": "numem.models.embedding.embedder",
     "load_lm": "numem.models.lm",
 }
 
@@ -41,6 +44,7 @@ __all__ = [
     "LM",
     "Conversation",
     "DecisionLog",
+    "Embedder",
     "Finish",
     "Memory",
     "Outcome",
@@ -52,6 +56,7 @@ __all__ = [
     "Token",
     "__version__",
     "beam_search",
+    "load_embedder",
     "load_lm",
 ]
 

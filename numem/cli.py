@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from numem.commands import bench, care, doctor, forget, generate, lineage, models, replay, residency, why
+from numem.commands import bench, care, doctor, embed, forget, generate, lineage, models, replay, residency, why
 from numem.terminal import Commands
 
 app = typer.Typer(
@@ -19,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-STATES: tuple[Callable[..., None], ...] = (generate.generate, lineage.log, lineage.show, lineage.fork)
+STATES: tuple[Callable[..., None], ...] = (generate.generate, embed.embed, lineage.log, lineage.show, lineage.fork)
 DECISIONS: tuple[Callable[..., None], ...] = (why.why, replay.replay)
 CARE: tuple[Callable[..., None], ...] = (
     care.verify,

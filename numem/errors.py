@@ -73,7 +73,7 @@ class UnsupportedModelError(ModelError):
     """The architecture or a setting is recognised, but not run by this engine.
 
     Attributes:
-        code: "model-type", "architecture", "layer-type" or "setting".
+        code: "model-type", "architecture", "layer-type", "kind" (text or embeddings) or "setting".
     """
 
     def __init__(self, message: str, code: str = "setting") -> None:

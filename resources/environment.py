@@ -10,6 +10,7 @@ single run may choose (lanes, number of tokens): that is config of the runtime r
     NUMEM_STORAGE_OPTIONS   see `numem.environment`; never part of a resource's config, which the UI shows
     NUMEM_MODEL         registry key or directory                     (default: smollm2-135m-instruct)
     NUMEM_DTYPE         float32 or bfloat16                           (default: float32)
+    NUMEM_QUANTISE      none, q8, q4, q4a, q4k or native              (default: none)
     NUMEM_MAX_POSITION  context to load the model with, 0: its own    (default: 0)
 
 Dagster concept: https://docs.dagster.io/guides/operate/configuration/using-environment-variables-and-secrets
@@ -31,6 +32,7 @@ __all__ = [
     "MEMORY",
     "MODEL",
     "NODE",
+    "QUANTISE",
     "TIERS",
     "from_deployment_only",
     "number",
@@ -39,6 +41,7 @@ __all__ = [
 
 MODEL = "NUMEM_MODEL"
 DTYPE = "NUMEM_DTYPE"
+QUANTISE = "NUMEM_QUANTISE"
 MAX_POSITION = "NUMEM_MAX_POSITION"
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -38,7 +38,7 @@ def test_help_lists_the_commands_and_every_one_has_json() -> None:
     assert all(command in listing for command in COMMANDS)
     for command in (*WITH_MEMORY, "doctor", "bench"):
         assert "--json" in numem_(command, "--help").stdout
-    for command in ("list", "fetch", "import"):
+    for command in ("list", "fetch", "import", "verify", "card"):
         assert "--json" in numem_("models", command, "--help").stdout
     for command in WITH_MEMORY:
         assert "--memory" in numem_(command, "--help").stdout

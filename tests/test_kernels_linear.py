@@ -265,3 +265,52 @@ def test_peaks_that_do_not_fit_are_refused() -> None:
     for peaks in (Peaks.of(2, 33), Peaks.of(3, 34), Peaks.of(3, 0)):
         with pytest.raises(InputError, match="peaks"):
             layer(torch.randn(3, 24), peaks=peaks)
+
+
+@pytest.mark.parametrize("path", [*ISAS[:1], "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 31, 57, 64, 130])
+def test_parts_of_any_dtype_are_the_stacked_and_rounded_weight(path: str, dtype: torch.dtype, k: int) -> None:
+    native.use(path)
+    g = torch.Generator().manual_seed(k)
+    wide = torch.randn((7, k + 5), generator=g)
+    parts = [
+        torch.randn((40, k), generator=g),
+        torch.randn((3, k), generator=g).half() * 2.0**-14,  # denormal ones among them
+        torch.randn((65, k), generator=g).bfloat16(),
+        wide[:, 2 : k + 2],  # rows of a wider matrix
+        torch.randn((k, 9), generator=g).half().T,  # columns of one
+    ]
+    bias = torch.randn(124, generator=g)
+    x = torch.randn((5, k), generator=g)
+    whole = PackedLinear(torch.cat([part.to(dtype) for part in parts]), bias)
+    layer = PackedLinear.of_parts(parts, dtype, bias)
+    assert (layer.out_features, layer.in_features, layer.nbytes) == (124, k, whole.nbytes)
+    assert bits(layer(x)) == bits(whole(x))
+    assert bits(layer.rows(torch.arange(124))) == bits(whole.rows(torch.arange(124)))
+    before = bits(layer(x))
+    for part in parts:
+        part.zero_()
+    assert bits(layer(x)) == before
+
+
+@needs_native
+def test_every_half_and_the_ties_of_single_convert_as_torch_does() -> None:
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    halves = halves[~halves.isnan()].unsqueeze(0)
+    raw = [0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x00018000, 0x80008000, 0x7F800000, 0x00000001]
+    singles = torch.from_numpy(np.array([raw], np.uint32).view(np.float32))
+    for dtype in DTYPES:
+        for part in (halves, singles):
+            layer = PackedLinear.of_parts([part], dtype)
+            assert bits(layer.rows(torch.tensor([0]))) == bits(part.to(dtype).float())
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    for parts in ([], [torch.ones(2, 3), torch.ones(2, 4)], [torch.ones(2, 3).double()], [torch.ones(0, 3)]):
+        with pytest.raises(InputError, match="weight"):
+            PackedLinear.of_parts(parts, torch.float32)
+    with pytest.raises(InputError, match="float16"):
+        PackedLinear.of_parts([torch.ones(2, 3)], torch.float16)
+    with pytest.raises(InputError, match="bias"):
+        PackedLinear.of_parts([torch.ones(2, 3), torch.ones(1, 3)], torch.float32, torch.ones(2))

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,33 @@ def test_self_test_digest_is_golden_on_every_build_and_thread_count(dtype: str) 
         for threads in (1, 2):
             native.set_threads(threads)
             assert self_test(replace(TINY, dtype=dtype)).hex() == GOLDEN[dtype], (isa, threads)
+
+
+FORMS: list[dict[str, Any]] = [
+    {"act": "gelu_tanh"},
+    {"act": "gelu"},
+    {"gated": False},
+    {"centred": True},
+    {"sandwich": True},
+    {"offset": 1.0},
+    {"attn_softcap": 50.0},
+    {"final_softcap": 30.0},
+    {"causal": False},
+]
+
+
+@needs_native
+def test_every_form_joins_the_digest_and_is_equal_on_every_build() -> None:
+    """A model is tested with what it uses; without it, its digest stays as it was."""
+    found = set()
+    for form in FORMS:
+        digests = set()
+        for isa in ISAS:
+            native.use(isa)
+            digests.add(self_test(replace(TINY, **form)).hex())
+        assert len(digests) == 1
+        found |= digests
+    assert len(found) == len(FORMS) and GOLDEN["float32"] not in found
 
 
 def test_self_test_of_the_torch_policy_is_repeatable_and_its_own() -> None:

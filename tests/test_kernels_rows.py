@@ -1,4 +1,4 @@
-"""Row kernels: norm, gate, exponential, rotary embedding with its page writes, moves between pages and payload."""
+"""Row kernels: rotary embedding with its page writes, moves between pages and payload."""
 
 from collections.abc import Iterator
 
@@ -9,15 +9,12 @@ from torch import Tensor
 
 from numem.errors import InputError
 from numem.kernels import native
-from numem.kernels.mlp import exp, silu_mul
-from numem.kernels.norm import rms_norm
 from numem.kernels.pages import PAGE, gather_rows, new_pools, scatter_rows
 from numem.kernels.rope import rope_write
 
 ISAS = native.isas()
 PATHS = [*ISAS, "torch"]
 DTYPES = [torch.float32, torch.bfloat16]
-ROWS = (1, 2, 3, 5, 7, 12, 13, 33, 64, 300)
 
 needs_native = pytest.mark.skipif(not ISAS, reason="the extension is not built")
 
@@ -38,126 +35,6 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- norm ----
-
-
-@needs_native
-@pytest.mark.parametrize("width", [1, 15, 16, 17, 64, 576, 577])
-def test_norm_bits_are_equal_on_all_builds_rows_and_threads(width: int) -> None:
-    x, weight = randn(300, width), randn(width, seed=1)
-    want = rms_norm(x, weight, 1e-5, offset=1.0)
-    for isa in ISAS:
-        native.use(isa)
-        for threads in (1, 2):
-            native.set_threads(threads)
-            for m in ROWS:
-                assert bits(rms_norm(x[:m], weight, 1e-5, offset=1.0)) == bits(want[:m]), (isa, m)
-
-
-@needs_native
-def test_norm_sums_squares_in_sixteen_accumulators_and_a_tree() -> None:
-    """The definition, step by step; each fma is emulated by one float64 product and sum, exact for these values."""
-    x = (torch.arange(48).float() - 20).unsqueeze(0) / 8  # squares and their sums are exact
-    lanes = x[0].square().view(3, 16).sum(0).numpy()
-    for half in (8, 4, 2, 1):
-        lanes = lanes[:half] + lanes[half : 2 * half]
-    mean = lanes[0] / np.float32(48)
-    scale = np.float32(1) / np.sqrt(mean + np.float32(1e-6))
-    weight = randn(48)
-    want = (x.numpy() * scale) * (np.float32(0.5) + weight.numpy())
-    assert bits(rms_norm(x, weight, 1e-6, offset=0.5)) == want.tobytes()
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_norm_against_float64_in_place_and_per_head(path: str) -> None:
-    native.use(path)
-    x, weight = randn(33, 80), randn(80, seed=1)
-    wide = x.double()
-    want = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    got = rms_norm(x, weight, 1e-5)
-    assert torch.allclose(got.double(), want, rtol=2e-6, atol=1e-7)
-    again = x.clone()
-    assert rms_norm(again, weight, 1e-5, again) is again and bits(again) == bits(got)
-    rows = torch.zeros(33, 100)
-    rows[:, 10:90] = x
-    assert bits(rms_norm(rows[:, 10:90], weight, 1e-5)) == bits(got)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_norm_per_head_of_wider_rows_in_place(path: str) -> None:
-    native.use(path)
-    x, weight = randn(300, 200), randn(16, seed=1)
-    want = x.clone()
-    heads = x[:, 48:128].reshape(-1, 16)
-    want[:, 48:128] = rms_norm(heads, weight, 1e-5).view(300, 80)
-    rms_norm(x[:, 48:128], weight, 1e-5, x[:, 48:128])
-    assert bits(x) == bits(want)
-    with pytest.raises(InputError, match="divides 80"):
-        rms_norm(x[:, 48:128], randn(17), 1e-5)
-
-
-def test_the_torch_references_are_row_invariant_too() -> None:
-    native.use("torch")
-    x, weight, gates = randn(300, 577), randn(577, seed=1), randn(300, 2 * 77, seed=2)
-    norm, gate = rms_norm(x, weight, 1e-5), silu_mul(gates)
-    for m in ROWS:
-        assert bits(rms_norm(x[:m], weight, 1e-5)) == bits(norm[:m])
-        assert bits(silu_mul(gates[:m])) == bits(gate[:m])
-    assert bits(rms_norm(x[299:], weight, 1e-5)) == bits(norm[299:])
-
-
-# ---- exponential and gate ----
-
-
-@needs_native
-def test_exp_is_within_one_ulp_and_equal_on_all_builds() -> None:
-    """Every 6007th float32 between the cut at -87 and the overflow: within 1 ulp of the float64 exponential."""
-    top = np.float32(88.72283).view(np.uint32)
-    positive = np.arange(0, int(top), 6007, dtype=np.uint32).view(np.float32)
-    x = torch.from_numpy(np.concatenate([positive, -positive[positive < 87]]))
-    y = exp(x)
-    want = x.double().exp().numpy()
-    error = np.abs(y.double().numpy() - want) / np.spacing(want.astype(np.float32)).astype(np.float64)
-    assert error.max() < 1.0
-    for isa in ISAS:
-        native.use(isa)
-        assert bits(exp(x[::101].contiguous())) == bits(y[::101].contiguous())
-
-
-@needs_native
-@pytest.mark.parametrize("isa", ISAS)
-def test_exp_at_the_edges(isa: str) -> None:
-    native.use(isa)
-    inf, nan = torch.inf, torch.nan
-    x = torch.tensor([-inf, -1e30, -87.01, 0.0, -0.0, 88.7229, 1e30, inf, nan])
-    want = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, inf, inf, inf, nan])
-    assert torch.equal(exp(x).nan_to_num(nan=-1.0), want.nan_to_num(nan=-1.0))
-
-
-@needs_native
-@pytest.mark.parametrize("inner", [1, 16, 77, 1536])
-def test_gate_bits_are_equal_on_all_builds_rows_and_threads(inner: int) -> None:
-    x = randn(300, 2 * inner) * 10
-    want = silu_mul(x)
-    for isa in ISAS:
-        native.use(isa)
-        for threads in (1, 2):
-            native.set_threads(threads)
-            for m in ROWS:
-                assert bits(silu_mul(x[:m])) == bits(want[:m]), (isa, m)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_gate_against_float64(path: str) -> None:
-    native.use(path)
-    x = randn(9, 200) * 20
-    gate, up = x[:, :100].double(), x[:, 100:].double()
-    want = gate / (1 + torch.exp(-gate)) * up
-    assert torch.allclose(silu_mul(x).double(), want, rtol=1e-6, atol=1e-30)
-    edge = torch.tensor([[-1e30, 1e30, 0.0, 1.0, 1.0, 1.0]])
-    assert silu_mul(edge).tolist() == [[0.0, float(np.float32(1e30)), 0.0]]
-
-
 # ---- rotary embedding and page writes ----
 
 HEADS, KV, DIM = 4, 2, 16
@@ -173,16 +50,19 @@ def rope_case(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x[: DIM // 2], x[DIM // 2 :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin))
+    half = len(cos)
+    a, b = x[:half], x[half : 2 * half]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[2 * half :]))
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_rotates_in_place_and_writes_only_its_slots(path: str, dtype: torch.dtype) -> None:
-    """Idle rows and rows without a slot write to no page (vLLM#37442, vLLM#38436)."""
+@pytest.mark.parametrize("half", [0, 3, DIM // 2])
+def test_rope_rotates_in_place_and_writes_only_its_slots(path: str, dtype: torch.dtype, half: int) -> None:
+    """Idle rows and rows without a slot write to no page (vLLM#37442, vLLM#38436); components past the tables stay."""
     native.use(path)
     qkv, cos, sin, k, v = rope_case(5, dtype)
+    cos, sin = cos[:, :half].contiguous(), sin[:, :half].contiguous()
     before = qkv.clone()
     positions = torch.tensor([0, 63, -1, 17, 5])
     slots = torch.tensor([5 * 16 + 3, 2 * 16, 7, 95, -1])
@@ -205,13 +85,15 @@ def test_rope_rotates_in_place_and_writes_only_its_slots(path: str, dtype: torch
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_bits_are_equal_on_all_builds_and_threads(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("half", [0, 5, DIM // 2])
+def test_rope_bits_are_equal_on_all_builds_and_threads(dtype: torch.dtype, half: int) -> None:
     results = set()
     for isa in ISAS:
         native.use(isa)
         for threads in (1, 2):
             native.set_threads(threads)
             qkv, cos, sin, k, v = rope_case(64, dtype)
+            cos, sin = cos[:, :half].contiguous(), sin[:, :half].contiguous()
             rope_write(qkv, cos, sin, torch.arange(64), k, v, torch.arange(64) + 20, HEADS, KV, DIM)
             results.add(bits(qkv) + bits(k) + bits(v))
     assert len(results) == 1
@@ -240,6 +122,13 @@ def test_rope_refuses_positions_past_the_table_before_writing(path: str) -> None
         with pytest.raises(InputError, match="row 1"):
             rope_write(qkv, cos, sin, torch.tensor([0, position, 1]), k, v, torch.tensor([0, slot, 1]), HEADS, KV, DIM)
         assert bits(qkv) + bits(k) + bits(v) == before
+
+
+def test_rope_refuses_tables_wider_than_a_head() -> None:
+    qkv, cos, _, k, v = rope_case(1, torch.float32)
+    wide = torch.cat((cos, cos), 1)
+    with pytest.raises(InputError, match="up to 8"):
+        rope_write(qkv, wide, wide, torch.tensor([0]), k, v, torch.tensor([0]), HEADS, KV, DIM)
 
 
 # ---- moves ----

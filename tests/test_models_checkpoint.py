@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from numem.errors import CheckpointError
+from numem import load_embedder, load_lm
+from numem.errors import CheckpointError, UnsupportedModelError
 from numem.models.weights.checkpoint import Checkpoint
 from numem.models.weights.lockfile import LOCK_NAME, Lock, sha256_file
 from tests.model_fixtures import raw_safetensors, tiny_model
@@ -324,3 +325,14 @@ def test_a_removed_file_is_refused(locked: Path) -> None:
 def test_a_damaged_lock_file_is_refused(locked: Path, document: str) -> None:
     (locked / LOCK_NAME).write_text(document, encoding="latin-1")
     refuse(locked, LOCK_NAME)
+
+
+def test_an_embedding_model_is_sent_to_its_own_verb(tmp_path: Path) -> None:
+    """Each verb names the other: load_lm for text, load_embedder for vectors."""
+    path = tiny_model(tmp_path / "model", num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match=r"numem\.load_lm"):
+        load_embedder(path)
+    (path / "modules.json").write_text("[]")
+    with pytest.raises(UnsupportedModelError, match=r"numem\.load_embedder") as caught:
+        load_lm(path)
+    assert caught.value.code == "kind"

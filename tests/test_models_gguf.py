@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from numem.errors import CheckpointError, InputError, ModelError, UnsupportedModelError
-from numem.models.architecture.descriptor import read_descriptor
+from numem.models.architecture.reading import read_descriptor
 from numem.models.gguf.importer import import_gguf, unpermute
 from numem.models.hub.registry import resolve
 from numem.models.text.tokenizer import Tokenizer
@@ -156,9 +156,10 @@ def test_an_existing_directory_is_left_alone(packed: Path, tmp_path: Path) -> No
 
 
 METADATA: list[tuple[dict[str, Any], type[ModelError], str]] = [
-    ({"general__architecture": "gemma3"}, UnsupportedModelError, "'gemma3'"),
-    ({"tokenizer__ggml__pre": "llama-bpe"}, UnsupportedModelError, "'llama-bpe'"),
-    ({"tokenizer__ggml__model": "llama"}, UnsupportedModelError, "'llama'"),
+    ({"general__architecture": "phi3"}, UnsupportedModelError, "'phi3' is not imported; known: llama, qwen2"),
+    ({"tokenizer__ggml__pre": "tekken"}, UnsupportedModelError, "'tekken'"),
+    ({"tokenizer__ggml__model": "t5"}, UnsupportedModelError, "'t5'"),
+    ({"tokenizer__ggml__model": "llama"}, CheckpointError, "lacks tokenizer.ggml.scores"),
     ({"llama__rope__scaling__type": "yarn"}, UnsupportedModelError, "'yarn'"),
     ({"llama__expert_count": 8}, UnsupportedModelError, "mixture of experts"),
     ({"llama__rope__dimension_count": 16}, UnsupportedModelError, "partial rotation"),
@@ -185,7 +186,7 @@ def test_linear_scaling_is_kept(model: Path, tmp_path: Path) -> None:
     out = import_gguf(tiny_gguf(tmp_path / "x.gguf", model, **scaling), tmp_path / "out")
     checkpoint = Checkpoint(out)
     rope = read_descriptor(checkpoint.config, checkpoint.names).rope
-    assert (rope.kind, rope.params) == ("linear", {"factor": 16.0})
+    assert rope is not None and (rope.kind, rope.params) == ("linear", {"factor": 16.0})
 
 
 @pytest.mark.parametrize("cut", [0, 3, 8, 24, 100, 3000, 20_000, -1, -5000])
@@ -297,6 +298,7 @@ def test_the_real_checkpoint_is_what_config_and_lock_say(smollm2: Path) -> None:
     sizes = (descriptor.hidden, descriptor.layers, descriptor.heads, descriptor.kv_heads, descriptor.head_dim)
     assert sizes == (576, 30, 9, 3, 64)
     assert (descriptor.inter, descriptor.vocab, descriptor.max_pos) == (1536, 49152, 8192)
+    assert descriptor.rope is not None
     assert (descriptor.rope.theta, descriptor.norm.eps, descriptor.tied_head) == (100000.0, 1e-5, True)
     recorded = json.loads((smollm2 / LOCK_NAME).read_text())["weights"]
     assert checkpoint.digest().hex() == recorded

@@ -1,102 +1,30 @@
 """Fetching from a hub: a local server stands in for it, listing and serving one small repository."""
 
-import hashlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from numem.errors import FetchError
+from numem.models.hub import repository
 from numem.models.hub.repository import fetch_hub
 from numem.models.hub.sources import HubSource
 from numem.models.weights.checkpoint import Checkpoint
 from numem.models.weights.lockfile import LOCK_NAME
+from tests.hub_fixtures import COMMIT, REPO, Hub, serving
 from tests.model_fixtures import tiny_model
-
-REPO = "someone/tiny"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class Hub:
-    """State of the server: files at a commit, requests seen, and faults to play."""
-
-    def __init__(self, directory: Path) -> None:
-        self.files = {item.name: item.read_bytes() for item in directory.iterdir()}
-        self.files |= {"README.md": b"# hello", "pytorch_model.bin": b"pickle", "onnx/model.safetensors": b"other"}
-        self.commit = COMMIT
-        self.requests: list[str] = []
-        self.replaced: dict[str, bytes] = {}
-        self.broken: set[str] = set()
-        self.url = ""
-
-    def info(self) -> dict[str, Any]:
-        siblings = []
-        for name, data in self.files.items():
-            entry: dict[str, Any] = {"rfilename": name, "size": len(data)}
-            entry["blobId"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-            if name.endswith(".safetensors"):
-                entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
-            siblings.append(entry)
-        return {"id": REPO, "sha": self.commit, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
-
-
-def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.serve(body=False)
-
-        def do_GET(self) -> None:
-            self.serve(body=True)
-
-        def serve(self, body: bool) -> None:
-            path = self.path.split("?")[0]
-            hub.requests.append(f"{self.command} {path}")
-            base = f"/api/models/{REPO}"
-            if path in (base, f"{base}/revision/{COMMIT}"):
-                return self.reply(json.dumps(hub.info()).encode(), {"Content-Type": "application/json"}, body)
-            prefix = f"/{REPO}/resolve/{COMMIT}/"
-            name = path.removeprefix(prefix)
-            if not path.startswith(prefix) or name not in hub.files:
-                return self.reply(b"no", {}, body, 404)
-            if name in hub.broken:
-                return self.reply(b"broken", {}, body, 400)
-            data = hub.replaced.get(name, hub.files[name])
-            etag = hashlib.sha256(hub.files[name]).hexdigest()
-            self.reply(data, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, body)
-
-        def reply(self, data: bytes, headers: dict[str, str], body: bool, status: int = 200) -> None:
-            self.send_response(status)
-            for key, value in {**headers, "Content-Length": str(len(data))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if body:
-                self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    return Handler
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    state = Hub(tiny_model(tmp_path / "model", shard="60KB"))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(state))
-    state.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield state
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    monkeypatch.setattr(repository, "WAITS_S", (0.0, 0.0))
+    with serving(tiny_model(tmp_path / "model", shard="60KB")) as state:
+        yield state
 
 
 def test_a_repository_is_fetched_at_one_commit_and_verified(hub: Hub, tmp_path: Path) -> None:
@@ -135,7 +63,7 @@ def test_bytes_that_are_not_what_was_listed_are_discarded(hub: Hub, tmp_path: Pa
 
 def test_an_interrupted_fetch_resumes_at_the_same_commit(hub: Hub, tmp_path: Path) -> None:
     last = max(n for n in hub.files if n.startswith("model-"))
-    hub.broken.add(last)
+    hub.broken[last] = 400
     with pytest.raises(FetchError, match=r"someone/tiny could not be fetched") as caught:
         fetch_hub(HubSource(REPO), tmp_path / "out", endpoint=hub.url)
     assert "\n" not in str(caught.value)

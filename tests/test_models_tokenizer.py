@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer as Raw
-from tokenizers import decoders, models, normalizers, processors
+from tokenizers import processors
 
 from numem.errors import CheckpointError, InputError
 from numem.models.text.chat import ChatTemplate
@@ -121,64 +119,6 @@ def test_half_a_surrogate_pair_is_refused(plain: Tokenizer) -> None:
         plain.encode("a\ud800")
     with pytest.raises(InputError, match="surrogate"):
         plain.chat([{"role": "user", "content": "a\ud800"}])
-
-
-ALPHABET = st.text(alphabet=st.characters(codec="utf-8"), max_size=20)
-
-
-@settings(max_examples=300, deadline=None)
-@given(text=ALPHABET)
-def test_streamed_text_equals_decoded_text(plain: Tokenizer, text: str) -> None:
-    ids = plain.encode(text)
-    stream = plain.stream()
-    pieces = [stream.push(i) for i in ids]
-    assert all("\ufffd" not in piece or "\ufffd" in text for piece in pieces)
-    assert "".join(pieces) + stream.finish() == plain.decode(ids)
-
-
-@settings(max_examples=500, deadline=None)
-@given(ids=st.lists(st.integers(0, 263), max_size=30), skip=st.booleans())
-def test_streaming_equals_decoding_for_any_ids(plain: Tokenizer, ids: list[int], skip: bool) -> None:
-    """Bytes that never become a character are U+FFFD in both, in the same places."""
-    stream = plain.stream(skip_special=skip)
-    pieces = [stream.push(i) for i in ids]
-    assert "".join([*pieces, stream.finish()]) == plain.decode(ids, skip_special=skip)
-
-
-def test_a_character_is_emitted_whole(plain: Tokenizer) -> None:
-    ids = plain.encode("é🙂x")
-    assert len(ids) == 7
-    stream = plain.stream()
-    assert [stream.push(i) for i in ids] == ["", "é", "", "", "", "🙂", "x"]
-    assert stream.finish() == ""
-    assert plain.stream().push(ids[2]) == ""
-
-
-@pytest.fixture(scope="module")
-def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer in the SentencePiece style: spaces as a mark, bytes as tokens of their own."""
-    directory = tmp_path_factory.mktemp("fallback")
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    vocab |= {token: 259 + i for i, token in enumerate(["▁", "a", "b", "c", "▁a", "ab", "é"])}
-    merges = [("▁", "a"), ("a", "b")]
-    raw = Raw(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    raw.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    raw.add_special_tokens(["<unk>", "<s>", "</s>"])
-    raw.save(str(directory / "tokenizer.json"))
-    return Tokenizer(directory)
-
-
-@settings(max_examples=300, deadline=None)
-@given(text=st.text(alphabet="abcé 漢🙂", max_size=12))
-def test_streaming_equals_decoding_where_the_decoder_looks_across_tokens(fallback: Tokenizer, text: str) -> None:
-    ids = fallback.encode(text)
-    stream = fallback.stream()
-    pieces = [stream.push(i) for i in ids]
-    assert "".join([*pieces, stream.finish()]) == fallback.decode(ids) == text
-    assert not any("\ufffd" in piece for piece in pieces)
 
 
 DIGEST = """

@@ -57,7 +57,7 @@ def reference(
                 alone.step()
                 assert alone.logits is not None
                 seen.append(alone.logits.tobytes())
-                row = alone.logits.astype(np.float64)
+                row = alone.logits[: session.engine.vocab].astype(np.float64)
             row = row - row.max()
             total = score + (row - np.log(np.exp(row).sum()))
             extensions += [(-float(t), token, index) for token, t in enumerate(total)]
@@ -127,7 +127,7 @@ def test_the_first_beam_of_one_is_greedy(tiny_lm: LM) -> None:
 
 def test_a_width_beyond_the_vocabulary(tiny_lm: LM) -> None:
     session = tiny_lm.session(pages=700)
-    vocab = session.engine.decoder.vocab
+    vocab = session.engine.vocab
     beams = beam_search(session, prompt(3), width=vocab + 5, max_new_tokens=1)
     assert len(beams) == vocab
     idle(session)

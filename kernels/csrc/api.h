@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define NM_ABI 5      /* raised with every change of an exported function; native.py checks it */
+#define NM_ABI 13     /* raised with every change of an exported function; native.py checks it */
 #define NM_PAGE 16    /* tokens of a page */
 #define NM_PANEL 32   /* weight columns of a panel */
 #define NM_SPLIT 512  /* keys of an attention split, at absolute multiples */
@@ -25,6 +25,18 @@ typedef struct {
     int64_t bf16;
 } nm_matrix;
 
+#define NM_F32 0
+#define NM_F16 1
+#define NM_BF16 2
+
+/* Rows of a weight matrix as they lie in a file. */
+typedef struct {
+    const void *data;
+    int64_t rows;
+    int64_t stride; /* of two rows, in elements */
+    int64_t type;   /* NM_F32, NM_F16 or NM_BF16 */
+} nm_part;
+
 /* The largest of the first `limit` elements of each output row, 0 < limit <= n: of equals the first, and the first NaN
  * where there is one. */
 typedef struct {
@@ -32,6 +44,29 @@ typedef struct {
     int64_t *index; /* [rows] */
     float *value;   /* [rows] */
 } nm_peaks;
+
+/* Activations. */
+#define NM_SILU 0
+#define NM_GELU_TANH 1
+#define NM_GELU 2
+
+/* Arguments of a norm of float32 rows, each `groups` vectors of `width`: out = ((x - mean) * scale) * (offset + weight)
+ * (+ bias) (+ residual), with mean = 0 for the RMS norm. `out` may be `x` or `residual`. */
+typedef struct {
+    const float *x;
+    int64_t x_stride;
+    const float *weight;
+    const float *bias;     /* [width] or NULL */
+    const float *residual; /* or NULL */
+    int64_t r_stride;
+    float *out;
+    int64_t o_stride;
+    int64_t rows;
+    int64_t groups;
+    int64_t width;
+    float eps;
+    float offset;
+} nm_norm;
 
 /* Arguments of paged attention; see numem/kernels/attention.py for the shapes. */
 typedef struct {
@@ -51,22 +86,39 @@ typedef struct {
     int64_t heads;
     int64_t kv_heads;
     int64_t head_dim;
-    int64_t window; /* 0: none */
+    int64_t window; /* keys seen up to a row's own; 0: all */
+    /* NULL: causal. Else the keys of each lane, int32 [lanes], and rows see `right` keys behind their own (-1: all). */
+    const int32_t *lengths;
+    int64_t right;
     int64_t bf16;
     float scale;
+    float softcap; /* 0: none */
 } nm_attention;
+
+/* Keys [nm_first_key, nm_last_key) are seen by a row, none where they are empty; 0 <= position < 2^31. */
+static inline int64_t nm_first_key(const nm_attention *a, int64_t row) {
+    const int64_t first = a->positions[row] - a->window + 1;
+    return a->window > 0 && first > 0 ? first : 0;
+}
+static inline int64_t nm_last_key(const nm_attention *a, int64_t row) {
+    const int64_t position = a->positions[row];
+    if (!a->lengths) return position + 1;
+    const int64_t length = a->lengths[a->row_lane[row]];
+    return a->right >= 0 && position + a->right + 1 < length ? position + a->right + 1 : length;
+}
 
 typedef struct {
     /* 0, or -1: no memory for scratch, nothing was written */
     int64_t (*linear)(const nm_matrix *w, const float *x, int64_t x_stride, const float *residual, int64_t r_stride,
                       float *out, int64_t o_stride, int64_t rows, const nm_peaks *peaks);
-    void (*rms_norm)(const float *x, int64_t x_stride, const float *weight, float eps, float offset, float *out,
-                     int64_t o_stride, int64_t rows, int64_t groups, int64_t width);
-    void (*silu_mul)(const float *gate_up, float *out, int64_t rows, int64_t inner);
+    void (*norm)(const nm_norm *n, int64_t centred); /* centred: a layer norm */
+    void (*gated)(const float *gate_up, float *out, int64_t rows, int64_t inner, int64_t act);
+    void (*activate)(const float *x, float *out, int64_t rows, int64_t width, int64_t act);
+    void (*softcap)(float *x, int64_t stride, int64_t rows, int64_t width, float cap, const nm_peaks *peaks);
     void (*exp)(const float *x, float *out, int64_t n);
     void (*rope_write)(float *qkv, int64_t stride, const float *cos, const float *sin, const int64_t *positions,
                        const int64_t *slots, void *k_pages, void *v_pages, int64_t rows, int64_t heads,
-                       int64_t kv_heads, int64_t head_dim, int64_t bf16);
+                       int64_t kv_heads, int64_t head_dim, int64_t half, int64_t bf16);
     void (*attention)(const nm_attention *a, int *failed); /* failed: set when there is no memory for scratch */
 } nm_table;
 

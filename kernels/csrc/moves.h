@@ -3,11 +3,14 @@
 
 #include "api.h"
 
-/* Packs a row-major weight [n, k] of 2- or 4-byte elements into panels. */
-void nm_pack_panels(const void *weight, void *panels, int64_t n, int64_t k, int64_t element);
+/* Packs the rows of parts, stacked, into panels of float32 or bfloat16, rounded to nearest, ties to even. */
+void nm_pack_panels(const nm_part *parts, int64_t count, void *panels, int64_t k, int64_t bf16);
 
 /* Rows `ids` of a packed matrix as float32 [count, k]; returns 1 + the index of a bad id, or 0. */
 int64_t nm_unpack_rows(const nm_matrix *w, const int64_t *ids, float *out, int64_t count);
+
+/* The exclusive or of the 8-byte words of a buffer whose size is a multiple of 8; every byte is read once. */
+uint64_t nm_read_words(const void *from, int64_t bytes);
 
 /* Token rows start .. start + n of a route between a payload of `layers` layers and the page pools. `which` names the
  * pools' layers (NULL: the first `layers`). Returns 0; 1 + the route index of a page outside the pool; -1: the route is

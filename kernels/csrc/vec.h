@@ -58,6 +58,9 @@ INLINE V16 v_max(V16 a, V16 b) { return _mm512_max_ps(a, b); }
 INLINE V16 v_if_less(V16 x, V16 limit, V16 a, V16 b) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), b, a);
 }
+/* Sizes without signs; `size` (not negative) with the signs of x. */
+INLINE V16 v_abs(V16 x) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x); }
+INLINE V16 v_signed(V16 size, V16 x) { return _mm512_or_ps(size, _mm512_and_ps(_mm512_set1_ps(-0.0f), x)); }
 /* x is NaN ? x : b */
 INLINE V16 v_if_nan(V16 x, V16 b) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), b, x); }
 /* Lanes [lo, hi) of x, `fill` elsewhere; 0 <= lo, hi <= 16. */
@@ -127,6 +130,14 @@ INLINE V16 v_if_less(V16 x, V16 l, V16 a, V16 b) {
     return (V16){_mm256_blendv_ps(b.a, a.a, _mm256_cmp_ps(x.a, l.a, _CMP_LT_OQ)),
                  _mm256_blendv_ps(b.b, a.b, _mm256_cmp_ps(x.b, l.b, _CMP_LT_OQ))};
 }
+INLINE V16 v_abs(V16 x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return (V16){_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+INLINE V16 v_signed(V16 size, V16 x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return (V16){_mm256_or_ps(size.a, _mm256_and_ps(sign, x.a)), _mm256_or_ps(size.b, _mm256_and_ps(sign, x.b))};
+}
 INLINE V16 v_if_nan(V16 x, V16 b) {
     return (V16){_mm256_blendv_ps(b.a, x.a, _mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q)),
                  _mm256_blendv_ps(b.b, x.b, _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q))};
@@ -184,6 +195,8 @@ INLINE V16 v_mul(V16 a, V16 b) { EACH(a.f[i] * b.f[i]); }
 INLINE V16 v_div(V16 a, V16 b) { EACH(a.f[i] / b.f[i]); }
 INLINE V16 v_max(V16 a, V16 b) { EACH(a.f[i] > b.f[i] ? a.f[i] : b.f[i]); }
 INLINE V16 v_if_less(V16 x, V16 l, V16 a, V16 b) { EACH(x.f[i] < l.f[i] ? a.f[i] : b.f[i]); }
+INLINE V16 v_abs(V16 x) { EACH(__builtin_fabsf(x.f[i])); }
+INLINE V16 v_signed(V16 size, V16 x) { EACH(__builtin_copysignf(size.f[i], x.f[i])); }
 INLINE V16 v_if_nan(V16 x, V16 b) { EACH(x.f[i] != x.f[i] ? x.f[i] : b.f[i]); }
 INLINE V16 v_keep(V16 x, int lo, int hi, V16 fill) { EACH(i >= lo && i < hi ? x.f[i] : fill.f[i]); }
 INLINE V16 v_scale2(V16 p, V16 t) {
@@ -243,37 +256,6 @@ INLINE void v_store_part(float *p, V16 x, int64_t n) {
     float t[16];
     v_store(t, x);
     memcpy(p, t, (size_t)n * sizeof(float));
-}
-
-/* e^x within 1 ulp where the result is normal; 0 below x = -87 (2^-125.5), inf above ln(FLT_MAX), NaN for NaN.
- *
- * x = n ln 2 + r with n = round(x / ln 2), taken from the low bits of x / ln 2 + 1.5 * 2^23; ln 2 in two parts (the
- * first has few enough bits for n times it to be exact); e^r = 1 + r + r^2 q(r), q the minimax polynomial of degree 4
- * on |r| <= ln 2 / 2 (relative error 3.1e-9); the exponent of the result is added as an integer.
- */
-INLINE V16 v_exp(V16 x) {
-    const V16 magic = v_set1(12582912.0f);
-    const V16 t = v_fma(x, v_set1(0x1.715476p+0f), magic);
-    const V16 n = v_sub(t, magic);
-    V16 r = v_fma(n, v_set1(-0x1.62e400p-1f), x);
-    r = v_fma(n, v_set1(-0x1.7f7d1cp-20f), r);
-    V16 p = v_set1(0x1.6a2256p-10f);
-    p = v_fma(p, r, v_set1(0x1.123b02p-7f));
-    p = v_fma(p, r, v_set1(0x1.5558f8p-5f));
-    p = v_fma(p, r, v_set1(0x1.555490p-3f));
-    p = v_fma(p, r, v_set1(0x1.fffffcp-2f));
-    p = v_fma(p, r, v_set1(1.0f));
-    p = v_fma(p, r, v_set1(1.0f));
-    V16 y = v_scale2(p, t);
-    y = v_if_less(x, v_set1(-87.0f), v_zero(), y);
-    y = v_if_less(v_set1(0x1.62e42ep+6f), x, v_set1(INFINITY), y);
-    return v_if_nan(x, y);
-}
-
-INLINE float exp1(float x) {
-    float t[16];
-    v_store(t, v_exp(v_set1(x)));
-    return t[0];
 }
 
 #endif

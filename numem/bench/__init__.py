@@ -8,7 +8,7 @@ from typing import Any
 
 from numem.errors import InputError
 
-NAMES = ("core", "paged", "store", "trace", "runtime")
+NAMES = ("core", "paged", "store", "trace", "runtime", "models")
 
 
 def run(name: str) -> dict[str, Any]:
@@ -37,4 +37,8 @@ def run(name: str) -> dict[str, Any]:
         from numem.bench.runtime import runtime
 
         return runtime()
+    if name == "models":
+        from numem.bench.models import models
+
+        return models()
     raise InputError(f"bench {name!r}: unknown; known: {', '.join(NAMES)}")

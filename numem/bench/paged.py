@@ -145,7 +145,7 @@ def _sample(session: Session, memory: Memory | None, prompt: Sequence[int], step
             at = time.perf_counter()
             position = route.length
             (logits,) = engine.append([(route, [token])])
-            token = GREEDY.choose(logits, position, engine.decoder.vocab)
+            token = GREEDY.choose(logits, position, engine.vocab)
             taken.append(
                 {
                     "index": index,

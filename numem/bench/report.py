@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from numem.bench.report_models import models_section
 from numem.bench.report_runtime import runtime_section
 from numem.bench.report_store import store_section, table, trace_section
 
@@ -29,6 +30,8 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
         parts.append(trace_section(results["trace"]))
     if "runtime" in results:
         parts.append(runtime_section(results["runtime"]))
+    if "models" in results:
+        parts.append(models_section(results["models"]))
     return "\n".join(parts)
 
 

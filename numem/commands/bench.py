@@ -13,7 +13,9 @@ from numem.terminal import JsonFlag, busy, emit, guarded, table
 
 @guarded
 def bench(
-    name: Annotated[str, typer.Argument(help="core, paged, store, runtime, or all; trace for the request trace FILE.")],
+    name: Annotated[
+        str, typer.Argument(help="core, paged, store, runtime, models, or all; trace for the request trace FILE.")
+    ],
     file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="JSON lines with hash_ids, .gz too.")] = None,
     policies: Annotated[list[str] | None, typer.Option("--policy", help="trace: replay only this; repeatable.")] = None,
     capacities: Annotated[list[int] | None, typer.Option("--capacity", help="trace: in blocks; repeatable.")] = None,

@@ -2,11 +2,13 @@
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from numem.environment import memory_home
+from numem.errors import InputError
 from numem.terminal import (
     JsonFlag,
     MaxPositionOption,
@@ -30,12 +32,19 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of weights and cache.")] = "float32",
+    quantise: Annotated[
+        str | None, typer.Option(help="q8, q4, q4a, q4k or native (as weights were quantised before). Default: none.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR[@SCALE]", help="LoRA directory of PEFT to merge; may be given several times."),
+    ] = None,
     max_position: MaxPositionOption = None,
     memory: MemoryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Generate text. The longest prefix that the memory holds is restored, and what was computed is published to it."""
-    from numem.job.complete import complete
+    from numem.job.complete import complete, require_fits
     from numem.runtime.sampling import Sampler
 
     sampler = Sampler(temperature, top_k, top_p, seed)
@@ -43,8 +52,15 @@ def generate(
     with busy("loading the model"):
         from numem.models.lm import load_lm
 
-        lm = load_lm(model, dtype=dtype, max_position=max_position)
+        lm = load_lm(
+            model,
+            dtype=dtype,
+            quantise=None if quantise == "none" else quantise,
+            adapters=[_adapter(given) for given in adapter or ()],
+            max_position=max_position,
+        )
     tokens = lm.tokenizer.chat([{"role": "user", "content": text}]) if chat else lm.tokenizer.encode(text)
+    require_fits(lm, tokens, max_new_tokens)
 
     def show(piece: str) -> None:
         if not as_json:
@@ -60,3 +76,14 @@ def generate(
             f"{done.prompt_tokens} prompt tokens: {done.restored_tokens} restored, {done.computed_tokens} computed; first "
             f"token after {done.ttft_ms:.0f} ms; state {done.boundary[:12]}"
         )
+
+
+def _adapter(given: str) -> tuple[str, float]:
+    """A directory and its scale, from DIR or DIR@SCALE; a directory whose own name has an @ is taken as it is."""
+    directory, at, scale = given.rpartition("@")
+    if not at or Path(given).is_dir():
+        return given, 1.0
+    try:
+        return directory, float(scale)
+    except ValueError as error:
+        raise InputError(f"--adapter {given}: {scale!r} is not a scale; give DIR or DIR@SCALE") from error

@@ -44,16 +44,8 @@ class Completion:
     warnings: tuple[str, ...]
 
 
-def complete(
-    memory: "Memory",
-    lm: "LM",
-    tokens: Sequence[int],
-    max_new_tokens: int,
-    *,
-    sampler: Sampler = GREEDY,
-    on_text: Callable[[str], None] = lambda text: None,
-) -> Completion:
-    """Continue `tokens` by up to `max_new_tokens`; `on_text` is called with pieces of text as they come.
+def require_fits(lm: "LM", tokens: Sequence[int], max_new_tokens: int) -> None:
+    """Refuse what `complete` would refuse, before a memory is opened for it.
 
     Raises:
         InputError, ContextLengthError: no tokens, nothing to generate, or longer than the model's max_position.
@@ -67,6 +59,23 @@ def complete(
             f"generate: {len(tokens)} prompt tokens and {max_new_tokens} new ones exceed the context of "
             f"{lm.max_position}; shorten the prompt or ask for fewer new tokens"
         )
+
+
+def complete(
+    memory: "Memory",
+    lm: "LM",
+    tokens: Sequence[int],
+    max_new_tokens: int,
+    *,
+    sampler: Sampler = GREEDY,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Completion:
+    """Continue `tokens` by up to `max_new_tokens`; `on_text` is called with pieces of text as they come.
+
+    Raises:
+        InputError, ContextLengthError: see `require_fits`.
+    """
+    require_fits(lm, tokens, max_new_tokens)
     session = lm.session(pages=pages_for_lanes(1, len(tokens) + max_new_tokens))
     stream, pieces, made = lm.tokenizer.stream(), list[str](), list[int]()
 

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from numem.errors import ContextLengthError, InputError, UnsupportedModelError
 from numem.identity.chain import CHUNK_TOKENS, PAGE_TOKENS
-from numem.identity.digest import blake3_of
-from numem.identity.fingerprint import Identity, NumericPolicy
-from numem.kernels.policy import policy_name
-from numem.kernels.selftest import Shapes, self_test
+from numem.identity.fingerprint import Identity
 from numem.lineage.decisions import DecisionLog
-from numem.models.architecture.descriptor import Descriptor, read_descriptor
-from numem.models.decoder import TransformerDecoder
+from numem.models.architecture.descriptor import Descriptor
+from numem.models.architecture.reading import read_descriptor
 from numem.models.hub.registry import resolve
+from numem.models.numerics import policy_of
 from numem.models.text.tokenizer import Tokenizer
+from numem.models.transformer import Transformer
+from numem.models.weights.adapters import Given
 from numem.models.weights.checkpoint import Checkpoint
+from numem.models.weights.loader import Weights
 from numem.runtime.continuation import Continuation, Session
 from numem.runtime.engine import Engine, pages_for_lanes
 from numem.runtime.front import Runtime
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from numem.store.memory import Memory
 
 DEVICES = ("cpu", "auto")
+
+# How sentence-transformers says that a directory makes embeddings; configurations do not always differ.
+MODULES = "modules.json"
 
 
 class LM:
@@ -47,7 +51,7 @@ class LM:
         directory: Path,
         descriptor: Descriptor,
         tokenizer: Tokenizer,
-        decoder: TransformerDecoder,
+        decoder: Transformer,
         identity: Identity,
     ) -> None:
         self.directory = directory
@@ -63,7 +67,8 @@ class LM:
 
     def session(self, *, pages: int | None = None, debug: bool = False, canary: bool = False) -> Session:
         """A new engine with pages of its own (default: one sequence of max_position tokens)."""
-        return Session(Engine(self.decoder, pages=pages, debug=debug, canary=canary), self.identity)
+        vocab = min(self.tokenizer.vocab_size, self.decoder.vocab)
+        return Session(Engine(self.decoder, pages=pages, debug=debug, canary=canary, vocab=vocab), self.identity)
 
     def runtime(
         self,
@@ -173,6 +178,8 @@ def load_lm(
     *,
     device: str = "cpu",
     dtype: str = "float32",
+    quantise: str | None = None,
+    adapters: Sequence[Given] = (),
     max_position: int | None = None,
     offline: bool = False,
     salt: bytes = b"",
@@ -182,8 +189,11 @@ def load_lm(
     Args:
         key_or_dir: for example "smollm2-135m-instruct", or a path.
         device: "cpu", or "auto" (the CPU in this version).
-        dtype: "float32" or "bfloat16", of weights, cache and the rows that enter linear layers; sums, norms and the
-            residual stream are float32.
+        dtype: "float32" or "bfloat16", of cache, weights that are not quantised and the rows that enter them; sums,
+            norms and the residual stream are float32.
+        quantise: None; "q8"; "q4" (symmetric), "q4a" (with a minimum) or "q4k" (super-blocks); or "native" for weights
+            that were quantised before: per matrix the smallest format that holds it as it is.
+        adapters: LoRA directories of PEFT, or (directory, scale), merged into the weights in this order.
         max_position: positions that may be evaluated (default: the smaller of 8,192 and the model's own).
         offline: never reach for the network.
         salt: a tenant's secret, empty for none; its state is found under no other salt.
@@ -196,39 +206,35 @@ def load_lm(
     directory = resolve(key_or_dir, offline=offline)
     checkpoint = Checkpoint(directory)
     descriptor = read_descriptor(checkpoint.config, checkpoint.names)
+    if not (descriptor.causal and descriptor.has_head) or (directory / MODULES).is_file():
+        raise UnsupportedModelError(
+            f"{key_or_dir}: an embedding model, which writes no text; load it with numem.load_embedder", "kind"
+        )
     tokenizer = Tokenizer(directory)
-    limit = min(descriptor.max_pos, 8192) if max_position is None else max_position
+    limit = min(descriptor.position_limit, 8192) if max_position is None else max_position
     if not 0 < limit <= descriptor.max_pos:
         raise InputError(f"max_position {limit} lies outside [1, {descriptor.max_pos}], the model's own range")
-    decoder = TransformerDecoder(descriptor, checkpoint, dtype=dtype, max_position=limit)
-    return LM(directory, descriptor, tokenizer, decoder, identity_of(checkpoint, descriptor, tokenizer, decoder, salt))
+    weights = Weights(checkpoint, descriptor, dtype=dtype, quantise=quantise, adapters=adapters)
+    decoder = Transformer(descriptor, weights, dtype=dtype, max_position=limit)
+    weights.release()
+    return LM(directory, descriptor, tokenizer, decoder, identity_of(weights, descriptor, tokenizer, decoder, salt))
 
 
 def identity_of(
-    checkpoint: Checkpoint, descriptor: Descriptor, tokenizer: Tokenizer, decoder: TransformerDecoder, salt: bytes = b""
+    weights: Weights, descriptor: Descriptor, tokenizer: Tokenizer, decoder: Transformer, salt: bytes = b""
 ) -> Identity:
     """Identity of a decoder's attention state.
 
     max_position is not part of it: it bounds what may be evaluated and changes no number.
     """
     semantic = {
-        "adapters": [],
+        **weights.describe(),
         "architecture": descriptor.canonical(),
         "chunk_tokens": CHUNK_TOKENS,
         "kv": decoder.spec.describe(),
         "page_tokens": PAGE_TOKENS,
         "program": "numem/decoder/v1",
-        "quantisation": None,
         "tokenizer": tokenizer.digest().hex(),
-        "weight_dtype": decoder.dtype,
-        "weights": checkpoint.digest().hex(),
     }
-    d = descriptor
-    shapes = Shapes(
-        hidden=d.hidden, inter=d.inter, heads=d.heads, kv_heads=d.kv_heads, head_dim=d.head_dim, vocab=d.vocab,
-        dtype=decoder.dtype,
-    )  # fmt: skip
-    # The position tables come from libm; their bytes join the self-test, so that another libm is another policy.
-    tables = [table.numpy() for table in descriptor.rope_tables(min(descriptor.max_pos, 8192))]
-    policy = NumericPolicy(policy_name(), blake3_of([self_test(shapes), *tables]))
+    policy = policy_of(descriptor, decoder.dtype, quantised=weights.formats)
     return Identity(semantic, policy, f"cpu-{platform.machine()}", salt)

@@ -145,7 +145,7 @@ def _beam(live: Sequence[_Live], extension: _Extension, penalty: float, *, ended
 
 def _log_softmax(logits: np.ndarray, engine: Engine) -> np.ndarray:
     """Log-probabilities, float64 [vocab], of float32 logits; padding ids stand for nothing and are left out."""
-    row = logits[: engine.decoder.vocab].astype(np.float64)
+    row = logits[: engine.vocab].astype(np.float64)
     top = row.max()
     if not np.isfinite(top):
         raise ModelError("beam search: logits are not finite; the weights or the state are damaged")

@@ -149,7 +149,7 @@ class Continuation:
         position = self._settled()
         (logits,) = engine.append([(self.route, self.tokens[-1:])])
         try:
-            token = sampler.choose(logits, position, engine.decoder.vocab)
+            token = sampler.choose(logits, position, engine.vocab)
         except BaseException:
             # The pending token is pending again: its row goes, so that nothing is evaluated or published twice.
             longer, self.route = self.route, engine.pool.fork(self.route, position)

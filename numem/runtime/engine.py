@@ -35,6 +35,7 @@ class Rows:
         wanted: int64 [R], rows whose logits are asked for.
         out: float32 [R, vocab], where they are to be written, or None.
         peaks: where the largest of each of them is to be noted, or None.
+        lengths: int32 [lanes], tokens of each lane, for a model whose rows see what follows them; None else.
     """
 
     tokens: torch.Tensor
@@ -45,6 +46,7 @@ class Rows:
     wanted: torch.Tensor
     out: torch.Tensor | None = None
     peaks: Peaks | None = None
+    lengths: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -85,12 +87,22 @@ class Engine:
         pages: physical pages; default: enough for one sequence of `max_position` tokens.
         debug: free pages are NaN, and a page taken from them must still be.
         canary: full pages are hashed when they are committed, and compared whenever they are read.
+        vocab: ids from here on are padding of the embedding: they have logits and are never chosen. Default: none are.
     """
 
     def __init__(
-        self, decoder: Decoder, *, pages: int | None = None, debug: bool = False, canary: bool = False
+        self,
+        decoder: Decoder,
+        *,
+        pages: int | None = None,
+        debug: bool = False,
+        canary: bool = False,
+        vocab: int | None = None,
     ) -> None:
         self.decoder = decoder
+        self.vocab = decoder.vocab if vocab is None else vocab
+        if not 0 < self.vocab <= decoder.vocab:
+            raise InputError(f"engine: vocab {vocab} lies outside [1, {decoder.vocab}]")
         self.max_position = decoder.max_position
         physical = pages or -(-decoder.max_position // PAGE_TOKENS)
         self.storage = PageStorage(
@@ -99,7 +111,7 @@ class Engine:
         self.pool = PagePool(physical, PAGE_TOKENS, self.storage.guard)
         self.page_copies = 0
         self.rows_computed = 0
-        self._arrays = _Arrays((0, 0, 0, 0), 0, None)
+        self._arrays = _Arrays((0, 0, 0, 0), self.vocab, None)
 
     def append(self, items: Sequence[tuple[Route, Sequence[int]]], *, logits: str = "last") -> list[np.ndarray]:
         """Evaluate tokens at the end of routes; all routes change, or none does.
@@ -182,14 +194,14 @@ class Engine:
         call overwrites.
 
         Returns:
-            One array per span, [vocab] or [0], and where its largest logit is, None of no logits.
+            One array per span, [vocab] or [0], and where its largest logit that may be chosen is, None of no logits.
         """
         flat = self._evaluate(spans, lend=True)
         arrays = self._arrays
         if flat is arrays.logits:
             each, peaks = arrays.each, arrays.peaks()
         else:
-            found = Peaks.of(len(flat), self.decoder.vocab)
+            found = Peaks.of(len(flat), self.vocab)
             found.find(torch.from_numpy(flat))
             each, peaks = list(flat), list(zip(found.index.tolist(), found.value.tolist(), strict=True))
         if len(each) == len(spans):
@@ -212,7 +224,7 @@ class Engine:
         arrays = self._arrays
         if arrays.shape != shape or (arrays.logits is not None) is not lend:
             lent = np.empty((len(wanted), self.decoder.vocab), dtype=np.float32) if lend else None
-            arrays = self._arrays = _Arrays(shape, self.decoder.vocab, lent)
+            arrays = self._arrays = _Arrays(shape, self.vocab, lent)
         arrays.rows[:] = (tokens, positions, slots)
         arrays.lane[:] = lanes
         arrays.wanted[:] = wanted
@@ -250,8 +262,8 @@ class _Arrays:
 
     Args:
         shape: rows, lanes, pages of the longest lane, rows whose logits are wanted.
-        vocab: width of these.
-        logits: where these go, [R, vocab], or None for a fresh array.
+        vocab: ids of which the largest is noted.
+        logits: where these go, or None for a fresh array.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], vocab: int, logits: np.ndarray | None) -> None:
@@ -307,6 +319,38 @@ def _rows(spans: Sequence[Span]) -> tuple[Sequence[int], ...]:
 def _results(span: Span) -> int:
     """Rows of a span, the last ones, whose logits it asks for."""
     return 1 if span.logits == "last" else len(span.tokens) if span.logits == "all" else 0
+
+
+def whole_texts(texts: Sequence[Sequence[int]], wanted: str = "all") -> tuple[Rows, int]:
+    """Rows of whole texts, each a lane with pages of its own, without padding; for models that keep nothing.
+
+    Args:
+        texts: token ids, at least one each.
+        wanted: rows of each text whose result is asked for: "all", "first" or "last".
+
+    Returns:
+        The rows, and how many pages, from 0 on, their tables name.
+
+    Raises:
+        InputError: no text, or one without tokens.
+    """
+    counts = [len(text) for text in texts]
+    if not counts or not min(counts):
+        raise InputError("texts: there is none, or one has no tokens")
+    sizes = [-(-n // PAGE_TOKENS) for n in counts]
+    firsts = np.cumsum([0, *sizes])
+    tables = np.full((len(texts), max(sizes)), -1, dtype=np.int32)
+    for at, size in enumerate(sizes):
+        tables[at, :size] = range(firsts[at], firsts[at] + size)
+    ends = np.cumsum(counts)
+    starts = ends - counts
+    lane = np.arange(len(texts), dtype=np.int32).repeat(counts)
+    positions = np.arange(ends[-1]) - starts[lane]
+    asked = {"all": np.arange(ends[-1]), "first": starts, "last": ends - 1}[wanted]
+    arrays = (np.concatenate(texts).astype(np.int64), positions, firsts[lane] * PAGE_TOKENS + positions, lane, tables)
+    tokens, places, slots, lanes, table = (torch.from_numpy(a) for a in arrays)
+    lengths = torch.tensor(counts, dtype=torch.int32)
+    return Rows(tokens, places, slots, lanes, table, torch.from_numpy(asked), lengths=lengths), int(firsts[-1])
 
 
 def pages_for_lanes(lanes: int, tokens: int) -> int:

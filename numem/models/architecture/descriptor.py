@@ -1,21 +1,16 @@
-"""The descriptor: a model's architecture as data, read from config.json and cross-checked with the checkpoint."""
+"""The descriptor: a model's architecture as a value, with the names and shapes of its tensors."""
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 
-from numem.errors import CheckpointError, UnsupportedModelError
-from numem.models.architecture.families import FAMILIES, IGNORED_SUFFIXES, REFUSED, REFUSED_SETTINGS, Family
-from numem.models.architecture.rope import Rope, check_positions, read_rope
+from numem.errors import CheckpointError, InputError
+from numem.models.architecture.rope import Rope, check_positions
 
 FULL = "full"
 SLIDING = "sliding"
-
-# Far above any model: keeps a corrupt config from asking for gigabytes of names.
-_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +19,7 @@ class Norm:
 
     Attributes:
         kind: "rms" or "layer".
-        eps: added to the mean square.
+        eps: added to the mean square (or variance).
         offset: added to the stored weight (1 for zero-centred weights).
         cast_before_weight: the normalised row is rounded to the activation dtype before the weight multiplies it.
         bias: whether a bias follows.
@@ -48,23 +43,67 @@ class Bias:
 
 
 @dataclass(frozen=True, slots=True)
+class Moe:
+    """A mixture of experts in place of some feed-forwards.
+
+    The router's logits pass a float32 softmax over all experts; the `top_k` largest are kept, ties going to the lowest
+    index, and divided by their sum where `norm_topk`.
+
+    Attributes:
+        experts, top_k: how many there are, and how many a token uses.
+        inter: width of one expert.
+        layers: per layer, whether it is a mixture; the others are dense.
+    """
+
+    experts: int
+    top_k: int
+    inter: int
+    norm_topk: bool
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the tensor of a role lies: a tensor of the checkpoint and the part of it, () for all."""
+
+    name: str
+    index: tuple[int | slice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Descriptor:
-    """Architecture of a decoder.
+    """Architecture of a transformer.
 
     Attributes:
         family: config.json's model_type.
         hidden, layers, heads, kv_heads, head_dim, inter, vocab, max_pos: sizes; vocab counts rows of the embedding,
             padding included.
-        norm: the normalisation; `norms` says where it stands ("input", "post_attn", "pre_ffn", "post_ffn").
+        attn_scale: multiplies q·k.
+        tied_head: the embedding serves as output head. Decided by the checkpoint: true exactly when it has no head
+            (and its class has one: see `has_head`).
+        layer_kinds: "full" or "sliding" per layer.
+        rope: rotation of every layer, None where positions are learned.
+        names: role -> tensor-name template with {layer} and {expert}; only roles that this model has.
+        norm: the normalisation.
+        norms: where it stands: "input" (role attn_norm) and "pre_ffn" (ffn_norm) before a block, "post_attn"
+            (attn_post_norm) and "post_ffn" (ffn_post_norm) on a block's output before it is added; "after_attn"
+            (attn_post_norm) and "after_ffn" (ffn_post_norm) on the sum.
         qk_norm: RMSNorm over each head of q and k before rotation.
         attn_bias, mlp_bias: biases present.
-        attn_scale: multiplies q·k.
-        tied_head: the embedding serves as output head. Decided by the checkpoint: true exactly when it has no head.
-        act, gated: activation of the feed-forward, and whether gate and up are separate.
-        layer_kinds: "full" or "sliding" per layer; window: keys a sliding layer sees, the query's own included (0: none).
-        rope: rotary embedding of every layer.
-        names: role -> tensor-name template with {layer}; only roles that this model has.
+        attn_softcap, final_softcap: c in c * tanh(x / c), of attention scores and of logits.
+        embed_scale: multiplies the embedding; see `embed_factor`.
+        act: "silu", "gelu_tanh" or "gelu".
+        gated: act(gate) * up, else act(up).
+        window: keys a sliding layer sees up to and including the query's own (0: all).
+        window_right: keys it sees beyond its own, in a model that is not causal.
+        causal: False for an encoder, whose rows see the whole text.
+        rope_local: rotation of the sliding layers, where it differs.
+        moe: its mixture of experts.
+        positions: "rope" or "learned".
+        pos_rows: rows of the learned position table.
+        token_types: rows of the token-type table.
         bos, eos, pad: ids that config.json names.
+        ignored: prefixes of tensors in the checkpoint that are not read, such as a vision tower.
     """
 
     family: str
@@ -79,7 +118,7 @@ class Descriptor:
     attn_scale: float
     tied_head: bool
     layer_kinds: tuple[str, ...]
-    rope: Rope
+    rope: Rope | None
     names: Mapping[str, str] = field(repr=False)
     norm: Norm = field(default_factory=Norm)
     norms: tuple[str, ...] = ("input", "pre_ffn")
@@ -92,10 +131,28 @@ class Descriptor:
     act: str = "silu"
     gated: bool = True
     window: int = 0
+    window_right: int = 0
     causal: bool = True
+    rope_local: Rope | None = None
+    moe: Moe | None = None
+    positions: str = "rope"
+    pos_rows: int = 0
+    token_types: int = 0
     bos: int | None = None
     eos: tuple[int, ...] = ()
     pad: int | None = None
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def has_head(self) -> bool:
+        """Whether there are logits; an embedding model has none."""
+        return self.tied_head or "lm_head" in self.names
+
+    @property
+    def position_limit(self) -> int:
+        """Positions that can be evaluated: max_pos, or fewer where the rotation would change in mid-sequence."""
+        limits = [rope.limit for rope in (self.rope, self.rope_local) if rope is not None and rope.limit]
+        return min([self.max_pos, *limits])
 
     def canonical(self) -> dict[str, Any]:
         """Plain values for the fingerprint.
@@ -104,48 +161,92 @@ class Descriptor:
         field added later leaves existing fingerprints alone; for the same reason a default here never changes.
         """
         tree: dict[str, Any] = _canonical(self)
-        for key in ("names", "bos", "eos", "pad"):
+        for key in ("names", "bos", "eos", "pad", "ignored"):
             tree.pop(key, None)
         return tree
 
+    def embed_factor(self, dtype: str) -> float:
+        """`embed_scale` rounded to the dtype of the weights ("float32" or "bfloat16"), as the reference rounds it.
+
+        In bfloat16, sqrt(640) = 25.298 becomes 25.25. 1.0 where the embedding is not scaled.
+        """
+        if self.embed_scale is None:
+            return 1.0
+        return float(torch.tensor(self.embed_scale, dtype=torch.float32).to(getattr(torch, dtype)))
+
+    def check_dtype(self, dtype: str) -> None:
+        """Refuse a dtype that this model is not run in.
+
+        Raises:
+            InputError: anything but float32 and bfloat16.
+        """
+        if dtype in ("float32", "bfloat16"):
+            return
+        reason = "it ends at 65,504, and activations of trained models pass that"
+        if self.embed_scale is not None:
+            reason = f"the residual stream of {self.family} overflows it to inf and the output becomes NaN"
+        hint = f": {reason}" if dtype == "float16" else ""
+        raise InputError(f"dtype {dtype!r} is not run{hint}; use float32 or bfloat16")
+
     def rope_tables(self, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin), float32 [max_position, head_dim/2], as `Rope.tables`.
+        """Return (cos, sin) of `rope`, float32 [max_position, rotated / 2], as `Rope.tables`.
+
+        The tables are 0 wide where nothing is rotated.
 
         Raises:
             ContextLengthError: more positions than the model has.
+            UnsupportedModelError: more than its rotation can serve without changing in mid-sequence.
         """
-        check_positions(max_position, self.max_pos)
-        return self.rope.tables(max_position)
+        return self._tables(self.rope, max_position)
 
-    def tensor(self, role: str, layer: int = 0) -> str:
-        """Name of the tensor in this role (and layer)."""
-        return self.names[role].format(layer=layer)
+    def local_rope_tables(self, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `rope_tables`, for sliding layers."""
+        return self._tables(self.rope_local or self.rope, max_position)
+
+    def _tables(self, rope: Rope | None, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        check_positions(max_position, self.max_pos)
+        if rope is None:
+            return torch.empty((max_position, 0)), torch.empty((max_position, 0))
+        return rope.tables(max_position)
+
+    def tensor(self, role: str, layer: int = 0, expert: int = 0) -> str:
+        """Name of the tensor in this role (and layer, and expert)."""
+        return self.names[role].format(layer=layer, expert=expert)
+
+    def source(self, role: str, layer: int = 0, expert: int = 0) -> Source:
+        """The tensor in this role, and the part of it where one tensor serves several roles or experts."""
+        name = self.tensor(role, layer, expert)
+        if self.moe is None or not role.startswith("expert_") or "{expert}" in self.names[role]:
+            return Source(name)
+        if role == "expert_down":
+            return Source(name, (expert,))
+        first = 0 if role == "expert_gate" else self.moe.inter
+        return Source(name, (expert, slice(first, first + self.moe.inter)))
+
+    def layers_of(self, role: str) -> list[int]:
+        """Layers that have this role."""
+        if self.moe is None or not role.startswith(("ffn_gate", "ffn_up", "ffn_down", "expert_", "moe_")):
+            return list(range(self.layers))
+        mixture = not role.startswith("ffn_")
+        return [layer for layer, is_mixture in enumerate(self.moe.layers) if is_mixture == mixture]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the model reads, with its shape."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        by_role: dict[str, tuple[int, ...]] = {
-            "embed": (self.vocab, self.hidden),
-            "lm_head": (self.vocab, self.hidden),
-            "final_norm": (self.hidden,),
-            "attn_norm": (self.hidden,),
-            "attn_q": (q, self.hidden),
-            "attn_k": (kv, self.hidden),
-            "attn_v": (kv, self.hidden),
-            "attn_o": (self.hidden, q),
-            "attn_q_norm": (self.head_dim,),
-            "attn_k_norm": (self.head_dim,),
-            "ffn_norm": (self.hidden,),
-            "ffn_gate": (self.inter, self.hidden),
-            "ffn_up": (self.inter, self.hidden),
-            "ffn_down": (self.hidden, self.inter),
-        }
+        by_role = self._role_shapes()
         out: dict[str, tuple[int, ...]] = {}
         for role, template in self.names.items():
             shape = by_role[role.removesuffix("_bias")]
             shape = shape[:1] if role.endswith("_bias") else shape
-            for layer in range(self.layers if "{layer}" in template else 1):
-                out[template.format(layer=layer)] = shape
+            experts = 1
+            if self.moe is not None and role.startswith("expert_"):
+                if "{expert}" in template:
+                    experts = self.moe.experts
+                else:
+                    rows = shape[0] if role == "expert_down" else 2 * shape[0]
+                    shape = (self.moe.experts, rows, shape[1])
+            for layer in self.layers_of(role) if "{layer}" in template else [0]:
+                for expert in range(experts):
+                    out[template.format(layer=layer, expert=expert)] = shape
         return out
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -158,205 +259,28 @@ class Descriptor:
                     f"tensor {name} has shape {list(shapes[name])}, but config.json gives it {list(expected)}"
                 )
 
-
-def read_descriptor(config: Mapping[str, Any], tensor_names: Collection[str]) -> Descriptor:
-    """Read a descriptor from config.json and the names of the checkpoint's tensors.
-
-    Raises:
-        UnsupportedModelError: a family or setting that this engine does not run, named.
-        CheckpointError: missing or contradictory values, missing tensors, or tensors that nothing would read.
-    """
-    family = _family(config)
-    for key, reason in REFUSED_SETTINGS.items():
-        if config.get(key) not in (None, False, 0, 1, [], {}):
-            raise UnsupportedModelError(f"config.json: {key} is set: {reason}")
-    act = config.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        raise UnsupportedModelError(f"config.json: hidden_act {act!r} is not run; known: silu")
-
-    hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
-    layers = _count(config, "num_hidden_layers", most=_MOST_LAYERS)
-    kv_heads = _count(config, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key-value heads")
-    head_dim = _count(config, "head_dim", family.head_dim or hidden // heads)
-    max_pos = _count(config, "max_position_embeddings")
-    window, layer_kinds = _windows(config, family, layers)
-    attention_bias = "attention_bias" in family.bias_keys and _flag(config, "attention_bias")
-    qkv_bias = attention_bias or family.qkv_bias
-    bias = Bias(qkv_bias, qkv_bias, qkv_bias, attention_bias)
-    mlp_bias = "mlp_bias" in family.bias_keys and _flag(config, "mlp_bias")
-    names, tied = _names(family, bias, mlp_bias, tensor_names)
-
-    descriptor = Descriptor(
-        family=family.model_type,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        inter=_count(config, "intermediate_size"),
-        vocab=_count(config, "vocab_size"),
-        max_pos=max_pos,
-        attn_scale=1.0 / math.sqrt(head_dim),
-        tied_head=tied,
-        layer_kinds=layer_kinds,
-        rope=read_rope(config, head_dim, max_pos),
-        names=names,
-        norm=Norm(eps=_eps(config)),
-        qk_norm=family.qk_norm,
-        attn_bias=bias,
-        mlp_bias=mlp_bias,
-        window=window,
-        bos=next(iter(token_ids(config, "bos_token_id")), None),
-        eos=token_ids(config, "eos_token_id"),
-        pad=next(iter(token_ids(config, "pad_token_id")), None),
-    )
-    _compare_names(descriptor, tensor_names)
-    return descriptor
-
-
-def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """A config value that may be null, an id or a list of ids, as a tuple."""
-    value = config.get(key)
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    for item in values:
-        # Some configs write -1 for "none".
-        if isinstance(item, bool) or not isinstance(item, int):
-            raise CheckpointError(f"{key} is {value!r}; expected an id, a list of ids or null")
-    return tuple(item for item in values if item >= 0)
-
-
-def _family(config: Mapping[str, Any]) -> Family:
-    model_type = config.get("model_type")
-    listed = config.get("architectures") or []
-    if not isinstance(listed, list) or not all(isinstance(a, str) for a in listed):
-        raise CheckpointError(f"config.json: architectures is {listed!r}, not a list of names")
-    if model_type is None and len(listed) == 1:
-        model_type = next((f.model_type for f in FAMILIES.values() if f.architecture == listed[0]), None)
-    if not isinstance(model_type, str):
-        raise CheckpointError(f"config.json: model_type is {model_type!r}, so the architecture is unknown")
-    if isinstance(config.get("text_config"), Mapping):
-        raise UnsupportedModelError(
-            f"config.json: model_type {model_type!r} wraps a text_config (multi-modal input)", "model-type"
-        )
-    if model_type in REFUSED:
-        raise UnsupportedModelError(
-            f"config.json: model_type {model_type!r} is not run: it needs {REFUSED[model_type]}", "model-type"
-        )
-    if model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"config.json: unknown model_type {model_type!r}; run: {', '.join(FAMILIES)}", "model-type"
-        )
-    family = FAMILIES[model_type]
-    for name in listed:
-        if name != family.architecture:
-            raise UnsupportedModelError(
-                f"config.json: architecture {name!r} is not run for model_type {model_type!r}; "
-                f"only {family.architecture}",
-                "architecture",
-            )
-    return family
-
-
-def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, tuple[str, ...]]:
-    """Window size (0 for none) and the kind of each layer; the defaults are those of transformers' configurations."""
-    full = (0, (FULL,) * layers)
-    if family.window == "none":
-        return full
-    if family.window == "all":
-        if "sliding_window" in config and config["sliding_window"] is None:
-            return full
-        return _count(config, "sliding_window", 4096), (SLIDING,) * layers
-    types = config.get("layer_types")
-    if not _flag(config, "use_sliding_window"):
-        if types and "sliding_attention" in types:
-            raise CheckpointError("config.json: layer_types has sliding layers, but use_sliding_window is false")
-        kinds = (FULL,) * layers
-        window = 0
-    else:
-        window = _count(config, "sliding_window", 4096)
-        first = _count(config, "max_window_layers", 28, least=0)
-        kinds = tuple(SLIDING if layer >= first else FULL for layer in range(layers))
-    if types is None:
-        return (window, kinds) if SLIDING in kinds else full
-    known = {"full_attention": FULL, "sliding_attention": SLIDING}
-    if not isinstance(types, list) or len(types) != layers:
-        raise CheckpointError(f"config.json: layer_types does not list {layers} layers")
-    for kind in types:
-        if kind not in known:
-            raise UnsupportedModelError(
-                f"config.json: layer type {kind!r} is not run; known: {', '.join(known)}", "layer-type"
-            )
-    # An explicit list wins over max_window_layers, which is only its default.
-    kinds = tuple(known[kind] for kind in types)
-    return (window, kinds) if SLIDING in kinds else full
-
-
-def _names(family: Family, bias: Bias, mlp_bias: bool, tensor_names: Collection[str]) -> tuple[dict[str, str], bool]:
-    """The roles this model has, with their names in this checkpoint, and whether the head is tied."""
-    present = set(tensor_names)
-    names = dict(family.names)
-    if names["embed"] not in present and names["embed"].removeprefix("model.") in present:
-        # Saved from the bare decoder, without its causal-LM wrapper.
-        names = {role: name.removeprefix("model.") for role, name in names.items()}
-    if not family.qk_norm:
-        del names["attn_q_norm"], names["attn_k_norm"]
-    tied = names["lm_head"] not in present
-    if tied:
-        del names["lm_head"]
-    biased = {f"attn_{p}": getattr(bias, p) for p in "qkvo"} | dict.fromkeys(
-        ("ffn_gate", "ffn_up", "ffn_down"), mlp_bias
-    )
-    for role, has in biased.items():
-        if has:
-            names[f"{role}_bias"] = names[role].removesuffix("weight") + "bias"
-    return names, tied
-
-
-def _compare_names(descriptor: Descriptor, tensor_names: Collection[str]) -> None:
-    wanted, present = descriptor.shapes().keys(), set(tensor_names)
-    missing = sorted(wanted - present)
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors that config.json calls for, "
-            f"first {missing[0]}"
-        )
-    unread = sorted(name for name in present - wanted if not name.endswith(IGNORED_SUFFIXES))
-    if unread:
-        raise CheckpointError(
-            f"the checkpoint has {len(unread)} tensors that a {descriptor.family} model of this config.json does not "
-            f"read, first {unread[0]}"
-        )
-
-
-def _count(
-    config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1, most: int = 2**31 - 1
-) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"config.json: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise CheckpointError(f"config.json: {key} is {value!r}, not a whole number in [{least}, {most}]")
-    return value
-
-
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {key} is {value!r}, not true or false")
-    return value
-
-
-def _eps(config: Mapping[str, Any]) -> float:
-    value = config.get("rms_norm_eps", 1e-6)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        raise CheckpointError(f"config.json: rms_norm_eps is {value!r}, not a number between 0 and 1")
-    return float(value)
+    def _role_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        experts, inter = (0, 0) if self.moe is None else (self.moe.experts, self.moe.inter)
+        norms = ("final_norm", "attn_norm", "attn_post_norm", "ffn_norm", "ffn_post_norm", "embed_norm")
+        return {
+            **dict.fromkeys(norms, (hidden,)),
+            **dict.fromkeys(("attn_q_norm", "attn_k_norm"), (self.head_dim,)),
+            **dict.fromkeys(("embed", "lm_head"), (self.vocab, hidden)),
+            "position_embed": (self.pos_rows, hidden),
+            "type_embed": (self.token_types, hidden),
+            "attn_q": (q, hidden),
+            "attn_k": (kv, hidden),
+            "attn_v": (kv, hidden),
+            "attn_o": (hidden, q),
+            "ffn_gate": (self.inter, hidden),
+            "ffn_up": (self.inter, hidden),
+            "ffn_down": (hidden, self.inter),
+            "moe_router": (experts, hidden),
+            "expert_gate": (inter, hidden),
+            "expert_up": (inter, hidden),
+            "expert_down": (hidden, inter),
+        }
 
 
 def _canonical(value: Any) -> Any:

@@ -1,42 +1,36 @@
-"""Import of a GGUF file into an ordinary Hugging Face directory of float16 safetensors.
+"""Import of a GGUF file into an ordinary Hugging Face directory of half-precision safetensors.
 
-The file is read and dequantised by the gguf library; names, the order of q and k rows, configuration and tokenizer
-are put back into the form that transformers and numem load. The llama family with the `smollm` pre-tokenizer is known.
+The container is read here and its values are dequantised by the gguf library; names, the order of q and k rows, norms,
+configuration and tokenizer are put back into the form that transformers and numem load. What differs between
+architectures is data: `numem.models.gguf.architectures`.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
+import torch
 
 from numem.errors import CheckpointError, InputError, ModelError, UnsupportedModelError
-from numem.models.architecture.descriptor import Descriptor, read_descriptor
-from numem.models.gguf.tokenizer import write_tokenizer
+from numem.models.architecture.reading import read_descriptor
+from numem.models.architecture.rope import Rope
+from numem.models.gguf.architectures import END_OF_TURN, LLAMA3_ROPES, RECIPES, Recipe
+from numem.models.gguf.container import GgufFile
+from numem.models.gguf.tokenizer import CONTROL, write_tokenizer
 from numem.models.hub.sources import IMPORTER
 from numem.models.weights.checkpoint import Checkpoint
 from numem.models.weights.lockfile import Lock, new_directory, sha256_file, write_json
 from numem.models.weights.safetensors_file import write_safetensors
 
 WEIGHTS = "model.safetensors"
+ROPE_FACTORS = "rope_freqs.weight"
 
-# GGUF stem -> transformers stem; {layer} stands for the block number.
-_STEMS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "blk.{layer}.attn_norm": "model.layers.{layer}.input_layernorm",
-    "blk.{layer}.attn_q": "model.layers.{layer}.self_attn.q_proj",
-    "blk.{layer}.attn_k": "model.layers.{layer}.self_attn.k_proj",
-    "blk.{layer}.attn_v": "model.layers.{layer}.self_attn.v_proj",
-    "blk.{layer}.attn_output": "model.layers.{layer}.self_attn.o_proj",
-    "blk.{layer}.ffn_norm": "model.layers.{layer}.post_attention_layernorm",
-    "blk.{layer}.ffn_gate": "model.layers.{layer}.mlp.gate_proj",
-    "blk.{layer}.ffn_up": "model.layers.{layer}.mlp.up_proj",
-    "blk.{layer}.ffn_down": "model.layers.{layer}.mlp.down_proj",
-}
+_SPECIAL = ("bos", "eos", "pad")
+# bfloat16 is unknown to NumPy: its bits are held as whole numbers.
+_STORED = {"F16": "<f2", "BF16": "<i2"}
 
 
 def import_gguf(
@@ -62,151 +56,27 @@ def import_gguf(
         raise InputError(f"{path}: no such GGUF file")
     if out_dir.exists():
         raise InputError(f"{out_dir}: exists; remove it or import into another directory")
-    reader = _open(path)
-    values = _Values(path, reader.fields)
-    config = _config(values, reader)
-    by_name = {_rename(path, tensor.name, config["num_hidden_layers"]): tensor for tensor in reader.tensors}
+    file = GgufFile(path)
+    recipe = _recipe(file)
+    config = _config(file, recipe)
+    names = {_rename(file, name, recipe): name for name in sorted(file.tensors) if name != ROPE_FACTORS}
+    shapes = {ours: file.tensors[theirs].shape for ours, theirs in names.items()}
     try:
-        descriptor = read_descriptor(config, by_name.keys())
-        descriptor.check_shapes({name: _shape(tensor) for name, tensor in by_name.items()})
+        read_descriptor(config, names.keys()).check_shapes(shapes)
     except ModelError as error:
         raise type(error)(f"{path}: {error}") from error
 
     origin = source or {"kind": "gguf", "file": path.name, "sha256": sha256_file(path), "importer": IMPORTER}
-    layout = {name: ("F16", _shape(by_name[name])) for name in sorted(by_name)}
-    with new_directory(out_dir) as partial:
-        write_json(partial / "config.json", config)
-        write_json(partial / "generation_config.json", _generation_config(config))
-        write_tokenizer(partial, values)
-        digests = {item.name: sha256_file(item) for item in sorted(partial.iterdir())}
-        digests[WEIGHTS] = write_safetensors(
-            partial / WEIGHTS, layout, _payloads(path, by_name, descriptor), {"format": "pt"}
-        )
-        Lock(origin, digests, Checkpoint(partial).digest().hex()).write(partial)
+    layout = {name: (recipe.dtype, shapes[name]) for name in sorted(names)}
+    with new_directory(out_dir) as aside:
+        write_json(aside / "config.json", config)
+        write_json(aside / "generation_config.json", _generation_config(file, config))
+        write_tokenizer(aside, file, config["max_position_embeddings"])
+        digests = {item.name: sha256_file(item) for item in sorted(aside.iterdir())}
+        payloads = _payloads(file, recipe, config, names)
+        digests[WEIGHTS] = write_safetensors(aside / WEIGHTS, layout, payloads, {"format": "pt"})
+        Lock(origin, digests, Checkpoint(aside).digest().hex()).write(aside)
     return out_dir
-
-
-class _Values:
-    """Typed access to the metadata of a GGUF file; errors name file and key."""
-
-    def __init__(self, path: Path, fields: Mapping[str, gguf.ReaderField]) -> None:
-        self.path = path
-        self._fields = fields
-
-    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None, *, required: bool = False) -> Any:
-        if key not in self._fields:
-            if required:
-                raise CheckpointError(f"{self.path}: metadata lacks {key}")
-            return default
-        value = self._fields[key].contents()
-        if not isinstance(value, kind):
-            raise CheckpointError(f"{self.path}: metadata {key} is a {type(value).__name__}")
-        return value
-
-
-def _open(path: Path) -> gguf.GGUFReader:
-    try:
-        return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, OSError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: not a readable GGUF file, or cut short: {reason}") from error
-
-
-def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
-    # GGUF lists the fastest-varying dimension first.
-    return tuple(int(n) for n in reversed(tensor.shape))
-
-
-def _config(values: _Values, reader: gguf.GGUFReader) -> dict[str, Any]:
-    architecture = values.get("general.architecture", str, required=True)
-    if architecture != "llama":
-        raise UnsupportedModelError(f"{values.path}: GGUF architecture {architecture!r} is not imported; known: llama")
-    scaling = values.get("llama.rope.scaling.type", str, "none")
-    if scaling not in ("none", "linear"):
-        raise UnsupportedModelError(f"{values.path}: GGUF rope scaling {scaling!r} is not imported")
-    rows = {tensor.name: _shape(tensor) for tensor in reader.tensors}
-    if "rope_freqs.weight" in rows:
-        raise UnsupportedModelError(f"{values.path}: rope_freqs.weight (llama3 rope scaling) is not imported")
-    if len(rows.get("token_embd.weight", ())) != 2:
-        raise CheckpointError(f"{values.path}: token_embd.weight is missing or not a matrix")
-    if values.get("llama.expert_count", int, 0):
-        raise UnsupportedModelError(f"{values.path}: mixture of experts is not imported")
-    hidden = values.get("llama.embedding_length", int, required=True)
-    heads = values.get("llama.attention.head_count", int, required=True)
-    head_dim = values.get("llama.attention.key_length", int, hidden // max(heads, 1))
-    if values.get("llama.rope.dimension_count", int, head_dim) != head_dim:
-        raise UnsupportedModelError(f"{values.path}: partial rotation is not imported")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": values.get("llama.rope.freq_base", float, 10000.0)}
-    if scaling == "linear":
-        rope |= {"rope_type": "linear", "factor": values.get("llama.rope.scaling.factor", float, required=True)}
-    ids = {name: values.get(f"tokenizer.ggml.{key}_token_id", int) for name, key in _SPECIAL.items()}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "float16",
-        "hidden_size": hidden,
-        "intermediate_size": values.get("llama.feed_forward_length", int, required=True),
-        "num_hidden_layers": values.get("llama.block_count", int, required=True),
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.get("llama.attention.head_count_kv", int, heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": values.get("llama.context_length", int, required=True),
-        "vocab_size": rows["token_embd.weight"][0],
-        "hidden_act": "silu",
-        "rms_norm_eps": _round_float32(values.get("llama.attention.layer_norm_rms_epsilon", float, required=True)),
-        "rope_parameters": rope,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": "output.weight" not in rows,
-        **{f"{name}_token_id": value for name, value in ids.items() if name != "unk"},
-    }
-
-
-_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-
-
-def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {key: config[key] for key in keys if config[key] is not None}
-
-
-def _round_float32(value: float) -> float:
-    """The shortest decimal that has this float32 value: 9.999999747378752e-06 becomes 1e-05."""
-    return float(str(np.float32(value)))
-
-
-def _rename(path: Path, name: str, layers: int) -> str:
-    stem, dot, kind = name.rpartition(".")
-    parts = stem.split(".")
-    layer = parts[1] if parts[0] == "blk" and len(parts) > 2 else None
-    if layer is not None:
-        stem = ".".join(["blk", "{layer}", *parts[2:]])
-    if not dot or kind != "weight" or stem not in _STEMS or (layer is not None and not layer.isdigit()):
-        raise UnsupportedModelError(f"{path}: tensor {name} has no place in a llama model of {layers} layers")
-    return _STEMS[stem].format(layer=layer) + ".weight"
-
-
-def _payloads(
-    path: Path, tensors: Mapping[str, gguf.ReaderTensor], descriptor: Descriptor
-) -> Iterator[tuple[str, memoryview]]:
-    """(name, float16 bytes) in sorted order, one tensor in memory at a time."""
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        try:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        except (ValueError, NotImplementedError) as error:
-            raise UnsupportedModelError(f"{path}: {tensor.name} has type {tensor.tensor_type.name}: {error}") from error
-        values = values.reshape(_shape(tensor))
-        if name.endswith(".q_proj.weight"):
-            values = unpermute(values, descriptor.heads)
-        elif name.endswith(".k_proj.weight"):
-            values = unpermute(values, descriptor.kv_heads)
-        # A value beyond float16 becomes an infinity, which the test below reports.
-        with np.errstate(over="ignore"):
-            half = np.ascontiguousarray(values, dtype="<f2")
-        if not np.isfinite(half).all():
-            raise CheckpointError(f"{path}: tensor {tensor.name} has values that are not finite in float16")
-        yield name, half.data.cast("B")
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -221,3 +91,181 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     total, hidden = rows.shape
     half = total // heads // 2
     return rows.reshape(heads, half, 2, hidden).swapaxes(1, 2).reshape(total, hidden)
+
+
+def _recipe(file: GgufFile) -> Recipe:
+    name = file.get("general.architecture", str, required=True)
+    if name not in RECIPES:
+        raise UnsupportedModelError(
+            f"{file.path}: GGUF architecture {name!r} is not imported; known: {', '.join(RECIPES)}"
+        )
+    if file.get(f"{name}.expert_count", int, 0):
+        raise UnsupportedModelError(f"{file.path}: mixture of experts is not imported")
+    return RECIPES[name]
+
+
+def _config(file: GgufFile, recipe: Recipe) -> dict[str, Any]:
+    prefix = file.get("general.architecture", str)
+
+    def value(key: str, kind: type, default: Any = None, *, required: bool = False) -> Any:
+        return file.get(f"{prefix}.{key}", kind, default, required=required)
+
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{file.path}: token_embd.weight is missing or not a matrix")
+    hidden = value("embedding_length", int, required=True)
+    heads = value("attention.head_count", int, required=True)
+    layers = value("block_count", int, required=True)
+    head_dim = value("attention.key_length", int, hidden // max(heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if value(key, int, head_dim) != head_dim:
+            what = "partial rotation" if key.startswith("rope") else "a value of another length than its key"
+            raise UnsupportedModelError(f"{file.path}: {what} is not imported ({prefix}.{key})")
+    config = {
+        "architectures": [recipe.architecture],
+        "model_type": recipe.model_type,
+        "dtype": {"F16": "float16", "BF16": "bfloat16"}[recipe.dtype],
+        "hidden_size": hidden,
+        "intermediate_size": value("feed_forward_length", int, required=True),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": value("attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": value("context_length", int, required=True),
+        "vocab_size": embedding.shape[0],
+        recipe.act[0]: recipe.act[1],
+        "rms_norm_eps": _round_float32(value("attention.layer_norm_rms_epsilon", float, required=True)),
+        "rope_parameters": _rope(file, prefix, head_dim),
+        **recipe.settings,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **{f"{name}_token_id": _special_id(file, name) for name in _SPECIAL},
+    }
+    for key, name in recipe.optional.items():
+        found = value(key, float)
+        if found:
+            config[name] = _round_float32(found)
+    if recipe.wide_scale is not None:
+        config["query_pre_attn_scalar"] = hidden // heads if layers in recipe.wide_scale else head_dim
+    config |= _windows(file, prefix, recipe, config)
+    return config
+
+
+def _windows(file: GgufFile, prefix: str, recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of config.json about sliding layers."""
+    size = file.get(f"{prefix}.attention.sliding_window", int, 0, required=recipe.window is not None)
+    if recipe.window is None:
+        if size:
+            raise UnsupportedModelError(f"{file.path}: sliding windows of {prefix} models are not imported")
+        return {}
+    pattern = file.get(f"{prefix}.attention.sliding_window_pattern", int, recipe.window.pattern)
+    if pattern < 1:
+        raise CheckpointError(f"{file.path}: metadata {prefix}.attention.sliding_window_pattern is {pattern}")
+    layers = range(1, config["num_hidden_layers"] + 1)
+    theta = file.get(f"{prefix}.rope.freq_base_swa", float, recipe.window.theta)
+    return {
+        "sliding_window": size,
+        "layer_types": ["sliding_attention" if layer % pattern else "full_attention" for layer in layers],
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
+    }
+
+
+def _rope(file: GgufFile, prefix: str, head_dim: int) -> dict[str, Any]:
+    """The rope_parameters of config.json."""
+    scaling = file.get(f"{prefix}.rope.scaling.type", str, "none")
+    if scaling not in ("none", "linear"):
+        raise UnsupportedModelError(f"{file.path}: GGUF rope scaling {scaling!r} is not imported")
+    theta = file.get(f"{prefix}.rope.freq_base", float, 10000.0)
+    if scaling == "linear":
+        factor = file.get(f"{prefix}.rope.scaling.factor", float, required=True)
+        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    if ROPE_FACTORS not in file.tensors:
+        return {"rope_type": "default", "rope_theta": theta}
+    factors = file.convert(ROPE_FACTORS, "<f4", lambda block: block).reshape(-1)
+    plain = Rope("default", theta, head_dim).inv_freq()
+    if factors.shape == plain.shape:
+        for parameters in LLAMA3_ROPES:
+            scaled = Rope("llama3", theta, head_dim, params=parameters).inv_freq()
+            if np.allclose(plain / scaled, factors, rtol=1e-5, atol=0):
+                return {"rope_type": "llama3", "rope_theta": theta, **parameters}
+        if (factors == 1).all():
+            return {"rope_type": "default", "rope_theta": theta}
+    known = " or ".join(str(parameters["factor"]) for parameters in LLAMA3_ROPES)
+    raise UnsupportedModelError(
+        f"{file.path}: {ROPE_FACTORS} is not what Llama 3's scaling by {known} makes; no config.json can say it"
+    )
+
+
+def _special_id(file: GgufFile, name: str) -> int | None:
+    number: int | None = file.get(f"tokenizer.ggml.{'padding' if name == 'pad' else name}_token_id", int)
+    return number
+
+
+def _generation_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Special ids; the ids that end a text are the file's own and the ends of turns that its chat template writes."""
+    out = {f"{name}_token_id": config[f"{name}_token_id"] for name in _SPECIAL}
+    template = file.get("tokenizer.chat_template", str, "")
+    tokens = file.get("tokenizer.ggml.tokens", list, [])
+    types = file.get("tokenizer.ggml.token_type", list, [])
+    ends = {
+        number
+        for number, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == CONTROL and token in END_OF_TURN and token in template
+    }
+    ends |= {out["eos_token_id"]} - {None}
+    if ends:
+        out["eos_token_id"] = sorted(ends) if len(ends) > 1 else ends.pop()
+    return {key: value for key, value in out.items() if value is not None}
+
+
+def _round_float32(value: float) -> float:
+    """The shortest decimal that has this float32 value: 9.999999747378752e-06 becomes 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def _rename(file: GgufFile, name: str, recipe: Recipe) -> str:
+    stem, _, kind = name.rpartition(".")
+    parts = stem.split(".")
+    layer = parts[1] if parts[0] == "blk" and len(parts) > 2 else None
+    if layer is not None:
+        stem = ".".join(["blk", "{layer}", *parts[2:]])
+    ours = recipe.stems.get(stem) if layer is None or layer.isdecimal() else None
+    kinds = ("weight", "bias") if ours and ours.rpartition(".")[2] in recipe.biased else ("weight",)
+    if ours is None or kind not in kinds:
+        raise UnsupportedModelError(f"{file.path}: tensor {name} has no place in a {recipe.model_type} model")
+    return f"{ours.format(layer=layer)}.{kind}"
+
+
+def _payloads(
+    file: GgufFile, recipe: Recipe, config: Mapping[str, Any], names: Mapping[str, str]
+) -> Iterator[tuple[str, memoryview]]:
+    """(name, little-endian bytes) in sorted order, one tensor in memory at a time."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name in sorted(names):
+        stem = name.split(".")[-2]
+        offset = recipe.norm_offset if stem.endswith("norm") else 0.0
+        half = file.convert(names[name], _STORED[recipe.dtype], partial(_half, dtype=recipe.dtype, offset=offset))
+        if not _finite(half, recipe.dtype):
+            raise CheckpointError(
+                f"{file.path}: tensor {names[name]} has values that are not finite in {config['dtype']}"
+            )
+        if recipe.interleaved and stem in heads:
+            half = np.ascontiguousarray(unpermute(half, heads[stem]))
+        yield name, half.data.cast("B")
+
+
+def _half(values: np.ndarray, *, dtype: str, offset: float) -> np.ndarray:
+    """Take an offset off float32 values and round them to half precision, to even; beyond it lies infinity."""
+    values = values - np.float32(offset) if offset else values
+    if dtype == "F16":
+        with np.errstate(over="ignore"):
+            return values.astype(_STORED[dtype])
+    rounded = torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16)
+    return rounded.view(torch.int16).numpy()
+
+
+def _finite(half: np.ndarray, dtype: str) -> bool:
+    exponent = {"F16": 0x7C00, "BF16": 0x7F80}[dtype]
+    return not bool(((half.view("<u2") & exponent) == exponent).any())

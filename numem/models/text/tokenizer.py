@@ -1,6 +1,5 @@
 """Text to token ids and back, from the tokenizer.json of a model directory."""
 
-import codecs
 import json
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -11,13 +10,13 @@ import tokenizers
 
 from numem.errors import CheckpointError, InputError
 from numem.identity.digest import blake3_of
-from numem.models.architecture.descriptor import token_ids
+from numem.models.architecture.config import token_ids
 from numem.models.text.chat import LEGACY_FILE, TEMPLATE_FILE, read_template
+from numem.models.text.stream import TextStream, read_pieces
 from numem.models.weights.lockfile import read_json, read_lock
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE, LEGACY_FILE)
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
-_REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -57,23 +56,35 @@ class Tokenizer:
         self.template = read_template(self.directory, config)
         model = self._optional("config.json")
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        rows = model.get("vocab_size")
-        self.padded_vocab_size = rows if isinstance(rows, int) else self.vocab_size
-        self.bos_id = self._id("bos_token", token_ids(model, "bos_token_id"))
-        ends = {*token_ids(model, "eos_token_id")}
+        # A model of several kinds of input keeps its text model's values in a block of their own.
+        inner = model.get("text_config")
+        configs = [model, inner] if isinstance(inner, Mapping) else [model]
+        rows = [config["vocab_size"] for config in configs if isinstance(config.get("vocab_size"), int)]
+        self.padded_vocab_size = rows[0] if rows else self.vocab_size
+        self.bos_id = self._id("bos_token", tuple(i for config in configs for i in token_ids(config, "bos_token_id")))
+        ends = {i for config in configs for i in token_ids(config, "eos_token_id")}
         ends.update(token_ids(self._optional("generation_config.json"), "eos_token_id"))
         own = self._id("eos_token", ())
         self.eos_ids = frozenset(ends if own is None else ends | {own})
         self._adds_bos = config.get("add_bos_token") is True and self.bos_id is not None
+        self._processor_adds_bos = self._tokenizer.encode("").ids[:1] == [self.bos_id]
+        self._pieces = read_pieces(self._tokenizer, self._document)
+        self._check_case(config)
         self._digest: bytes | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. A BOS is added only where the tokenizer's post-processor or `add_bos_token` says so."""
+        """Ids of a text. A BOS is added only where the tokenizer's post-processor or `add_bos_token` says so.
+
+        A text that begins with the BOS, as a rendered chat does, gets no second one.
+        """
         _check_text(text)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
-        if self._adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            return [self.bos_id, *ids]
-        return ids
+        return self._with_bos(self._tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, in one call of the library."""
+        for text in texts:
+            _check_text(text)
+        return [self._with_bos(e.ids) for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of ids; bytes that are not UTF-8 become U+FFFD.
@@ -82,6 +93,8 @@ class Tokenizer:
             InputError: an id that stands for nothing.
         """
         ids = [self._known(i) for i in ids]
+        if self._pieces is not None:
+            return self._pieces.text(ids, skip_special)
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special)
         return text
 
@@ -111,9 +124,13 @@ class Tokenizer:
         _check_text(text)
         return text
 
-    def stream(self, *, skip_special: bool = True) -> "TextStream":
+    def stream(self, *, skip_special: bool = True) -> TextStream:
         """An incremental detokeniser; its pieces joined are `decode` of all ids."""
-        return TextStream(self, skip_special)
+
+        def decode(ids: Sequence[int]) -> str:
+            return self.decode(ids, skip_special=skip_special)
+
+        return TextStream(self._pieces, decode, self._known, skip_special)
 
     def digest(self) -> bytes:
         """BLAKE3-256 of everything that decides ids: tokenizer.json in canonical form, the chat template, BOS; 32 bytes.
@@ -130,6 +147,23 @@ class Tokenizer:
                 [b"numem/tokenizer/v1", canonical, template.encode("utf-8", "surrogatepass"), special]
             )
         return self._digest
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        if self.bos_id is None:
+            return ids
+        if self._processor_adds_bos and ids[:2] == [self.bos_id, self.bos_id]:
+            return ids[1:]
+        return [self.bos_id, *ids] if self._adds_bos and ids[:1] != [self.bos_id] else ids
+
+    def _check_case(self, config: Mapping[str, Any]) -> None:
+        """Refuse a BERT tokenizer whose two files disagree about case: either choice would give other ids."""
+        normalizer = self._document.get("normalizer") or {}
+        lower, flag = normalizer.get("lowercase"), config.get("do_lower_case")
+        if normalizer.get("type") == "BertNormalizer" and isinstance(flag, bool) and flag != lower:
+            raise CheckpointError(
+                f"{self.directory}: tokenizer_config.json has do_lower_case {flag}, but tokenizer.json has lowercase "
+                f"{lower}; make them agree"
+            )
 
     def _known(self, token: int) -> int:
         number = int(token)
@@ -156,67 +190,6 @@ class Tokenizer:
         token = self._special.get(name)
         number: int | None = None if token is None else self._tokenizer.token_to_id(token)
         return next(iter(fallback), None) if number is None else number
-
-
-class TextStream:
-    """Turns ids into text as they come, never emitting half a character.
-
-    A character's bytes may be spread over several ids; they are held back until it is whole, or until `finish`.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
-        self._owner = tokenizer
-        self._skip_special = skip_special
-        self._bytes: codecs.IncrementalDecoder | None = None
-        if (tokenizer._document.get("decoder") or {}).get("type") == "ByteLevel":
-            self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-            self._hidden = {
-                entry["id"] for entry in tokenizer._document.get("added_tokens", []) if entry.get("special")
-            }
-        self._ids: list[int] = []
-        self._emitted = ""
-
-    def push(self, token: int) -> str:
-        """Text that this id completes, possibly empty."""
-        number = self._owner._known(token)
-        if self._bytes is not None:
-            return self._bytes.decode(self._raw(number))
-        # Other decoders look across tokens (prefix spaces, byte fallback): decode anew and hold back an open end.
-        self._ids.append(number)
-        text = self._owner.decode(self._ids, skip_special=self._skip_special)
-        return self._advance(text.rstrip(_REPLACEMENT))
-
-    def finish(self) -> str:
-        """What was held back; bytes that never became a character are U+FFFD."""
-        if self._bytes is not None:
-            return self._bytes.decode(b"", final=True)
-        return self._advance(self._owner.decode(self._ids, skip_special=self._skip_special))
-
-    def _advance(self, text: str) -> str:
-        if not text.startswith(self._emitted):
-            return ""
-        piece = text[len(self._emitted) :]
-        self._emitted = text
-        return piece
-
-    def _raw(self, number: int) -> bytes:
-        token = self._owner._tokenizer.id_to_token(number)
-        if token is None or (self._skip_special and number in self._hidden):
-            return b""
-        if all(char in _BYTE_OF for char in token):
-            return bytes(_BYTE_OF[char] for char in token)
-        text: str = token
-        return text.encode("utf-8", "replace")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte-level alphabet: printable Latin-1 stands for itself, the other 68 bytes for U+0100 onwards."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
 
 
 def _check_text(text: str) -> None:

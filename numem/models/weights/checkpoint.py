@@ -62,6 +62,10 @@ class Checkpoint:
         """A tensor as a view of its file's memory map (private: writing to it never reaches the file)."""
         return self._file(name).tensor(name)
 
+    def release(self, name: str) -> None:
+        """Drop the mapped pages of a tensor; touched again, they are read again, and what was written to it is lost."""
+        self._file(name).release(name)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors."""
         return {name: self.shape(name) for name in self.names}
@@ -73,7 +77,7 @@ class Checkpoint:
         return sum(info.end - info.begin for info in infos)
 
     def digest(self) -> bytes:
-        """BLAKE3-256 over the sorted (name, dtype, shape, bytes) of all tensors; 32 bytes, computed once.
+        """BLAKE3-256 over the sorted (name, dtype, shape, bytes) of all tensors; 32 bytes, computed once, in windows.
 
         How the tensors are spread over files does not enter.
 
@@ -92,7 +96,8 @@ class Checkpoint:
                 hasher.update(struct.pack(">Q", len(info.dtype)) + info.dtype.encode())
                 hasher.update(struct.pack(f">Q{len(info.shape)}Q", len(info.shape), *info.shape))
                 hasher.update(struct.pack(">Q", info.end - info.begin))
-                hasher.update(self._file(name).buffer(name))
+                for window in self._file(name).windows(name):
+                    hasher.update(window)
             digest = bytes(hasher.digest())
             if self._lock is not None and digest.hex() != self._lock.weights:
                 self._blame(self._lock)

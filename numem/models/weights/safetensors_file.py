@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ DTYPES: dict[str, torch.dtype] = {
 # The limit of the safetensors library: a longer header is an attack or an accident.
 MAX_HEADER = 100_000_000
 
+# Bytes that a pass over a whole file holds at a time.
+WINDOW = 4 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -51,6 +54,10 @@ class TensorInfo:
 
 class SafetensorsFile:
     """A safetensors file, mapped privately; tensors are views of the map and never change the file.
+
+    Attributes:
+        tensors: name -> where it lies.
+        metadata: the header's `__metadata__`.
 
     Raises:
         CheckpointError: for every way in which header and file can contradict each other.
@@ -67,7 +74,7 @@ class SafetensorsFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-        self.tensors = _parse(path, self._map, size)
+        self.tensors, self.metadata = _parse(path, self._map, size)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as a view of the map, without a copy."""
@@ -86,8 +93,29 @@ class SafetensorsFile:
         info = self.tensors[name]
         return memoryview(self._map)[info.begin : info.end]
 
+    def windows(self, name: str) -> Iterator[memoryview]:
+        """A tensor's bytes in pieces; each is dropped from memory once the next is asked for."""
+        info = self.tensors[name]
+        for begin in range(info.begin, info.end, WINDOW):
+            end = min(begin + WINDOW, info.end)
+            yield memoryview(self._map)[begin:end]
+            self._drop(begin, end)
 
-def _parse(path: Path, data: mmap.mmap, size: int) -> dict[str, TensorInfo]:
+    def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        """Drop the mapped pages of a tensor's bytes [begin, end) (default: all); touched again, they are read again.
+
+        What was written to a view of them is lost, as it never reached the file.
+        """
+        info = self.tensors[name]
+        self._drop(info.begin + begin, info.end if end is None else info.begin + end)
+
+    def _drop(self, begin: int, end: int) -> None:
+        begin -= begin % mmap.PAGESIZE
+        if end > begin:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+def _parse(path: Path, data: mmap.mmap, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     (length,) = struct.unpack("<Q", data[:8])
     if length > size - 8:
         raise CheckpointError(f"{path}: the header claims {length} bytes of a file of {size}; it was cut short")
@@ -113,7 +141,7 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{path}: tensors end at byte {position} of a file of {size}; it was cut short")
     if position < size:
         raise CheckpointError(f"{path}: {size - position} trailing bytes belong to no tensor")
-    return tensors
+    return tensors, metadata
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

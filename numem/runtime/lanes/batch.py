@@ -100,7 +100,7 @@ def evaluate(engine: Engine, decoding: list[Entry], arriving: list[tuple[Entry, 
                 spans.append(work.span)
         if spans:
             batch.rows, peaks = engine.evaluate_lent(spans)
-            vocab = engine.decoder.vocab
+            vocab = engine.vocab
             found = zip(batch.entries, batch.rows, peaks, strict=True)
             batch.chosen = [choose(entry, row, peak, vocab) for entry, row, peak in found]
     except BaseException:

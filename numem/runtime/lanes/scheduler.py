@@ -386,7 +386,7 @@ class Scheduler:
         samples = self._entries[entry.request.id]
         if len(samples) > 1:
             for sample in self._admission.split(entry, samples, self._running, self._waiting):
-                token = choose(sample, row, None, self.engine.decoder.vocab)
+                token = choose(sample, row, None, self.engine.vocab)
                 assert token is not None
                 self._take(sample, token, row)
 

@@ -1,0 +1,1 @@
+"""Embedding models: what stands around the transformer, and the verb that turns texts into vectors."""
