@@ -14,6 +14,10 @@ PAGE, SPLIT = native.PAGE, native.SPLIT
 _attention = native.function("nm_paged_attention")
 
 
+# Widths of a head that the kernels take.
+HEAD_DIMS = range(16, 257, 16)
+
+
 def paged_attention(
     q: Tensor,
     k_layer: Tensor,
@@ -62,8 +66,7 @@ def paged_attention(
     if (
         width != heads * head_dim
         or heads % kv_heads
-        or head_dim % 16
-        or not 0 < head_dim <= 256
+        or head_dim not in HEAD_DIMS
         or q.dtype is not torch.float32
         or q.stride(1) != 1
         or not q.is_cpu

@@ -10,6 +10,7 @@ scales and mins: q8 1/2; q4, q4a, q4k and q6k 1/2 where a code is not clamped an
 than 2^-22 of their row, 127 * 2^-25 units.
 """
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,12 +19,15 @@ import torch
 from torch import Tensor
 
 from numem.errors import CheckpointError, InputError
-from numem.kernels import grids
+from numem.kernels import grids, native
 
 COLUMNS = 32  # output columns of a panel
 STEP = 32  # k of a record
 SUPER = 8  # records of a super-block
 _SLAB = 1 << 18  # weights that are worked on at once: their buffers stay in the second-level cache
+
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_quantise = native.function("nm_quantise")
 
 Planes = dict[str, Tensor]
 
@@ -87,11 +91,11 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         f.name: f
         for f in (
-            Format("q8", 0, 1, code=8, zero=128, block=32, mins=False, nested=False),
-            Format("q4", 1, 1, code=4, zero=8, block=32, mins=False, nested=False),
-            Format("q4a", 2, 1, code=4, zero=0, block=32, mins=True, nested=False),
-            Format("q4k", 3, 1, code=4, zero=0, block=32, mins=True, nested=True),
-            Format("q6k", 4, 1, code=6, zero=32, block=16, mins=False, nested=True),
+            Format("q8", 0, 2, code=8, zero=128, block=32, mins=False, nested=False),
+            Format("q4", 1, 2, code=4, zero=8, block=32, mins=False, nested=False),
+            Format("q4a", 2, 2, code=4, zero=0, block=32, mins=True, nested=False),
+            Format("q4k", 3, 2, code=4, zero=0, block=32, mins=True, nested=True),
+            Format("q6k", 4, 2, code=6, zero=32, block=16, mins=False, nested=True),
         )
     }
 )
@@ -121,10 +125,15 @@ def quantise(weight: Tensor | Sequence[Tensor], format: str, name: str = "weight
     panels, spans, size = f.shape(n, k)
     records = torch.empty((panels, spans, size), dtype=torch.uint8)
     units = torch.ones(panels * COLUMNS)
+    if native.active and all(p.dtype in _TYPES for p in parts):
+        bad = _native(parts, f, records, units)
+        if bad:
+            raise _refused(name, bad - 1)
+        return {"records": records, "units": units}
     for first, rows in _slabs(parts, spans * f.span):
         if not bool(torch.isfinite(rows).all()):
             row = first + int((~torch.isfinite(rows)).any(1).nonzero()[0])
-            raise CheckpointError(f"{name}: row {row} has a NaN or infinite weight; it cannot be quantised")
+            raise _refused(name, row)
         unit = grids.units(rows)
         grid = grids.fit(rows / unit[:, None], f.name)
         at = slice(first // COLUMNS, first // COLUMNS + len(rows) // COLUMNS)
@@ -155,6 +164,18 @@ def error(weight: Tensor, format: str) -> float:
         off = (part - values[: len(part), :k]).abs_().div_(steps[: len(part), :k])
         worst = max(worst, float(off.max()))
     return worst
+
+
+def _native(parts: Sequence[Tensor], f: Format, records: Tensor, units: Tensor) -> int:
+    """Fill the planes; 0, or one more than the first row with a NaN or infinity."""
+    rows = [p.detach() if p.stride(1) == 1 else p.detach().contiguous() for p in parts]
+    views = (native.Part * len(rows))(*(native.Part(r.data_ptr(), len(r), r.stride(0), _TYPES[r.dtype]) for r in rows))
+    at = records.data_ptr(), units.data_ptr()
+    return _quantise(ctypes.addressof(views), len(rows), rows[0].shape[1], f.index, *at)
+
+
+def _refused(name: str, row: int) -> CheckpointError:
+    return CheckpointError(f"{name}: row {row} has a NaN or infinite weight; it cannot be quantised")
 
 
 def _slabs(parts: Sequence[Tensor], width: int) -> Iterator[tuple[int, Tensor]]:

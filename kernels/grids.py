@@ -15,9 +15,9 @@ from torch import Tensor
 _TOP = 14  # a row's largest magnitude lies in [2^14, 2^15) units
 _FINEST = -126  # exponent of the smallest unit
 
-_Q8_STEPS = range(127, 95, -1)
-_Q4_STEPS = (8.0, 7.75, 7.5, 7.25, 7.0, 6.5, 6.0, 5.0)
-_Q6_STEPS = tuple(float(n) for n in range(32, 19, -1))
+_Q8_STEPS = tuple(float(n) for n in range(127, 95, -1))
+_Q4_STEPS = tuple(-n / 8 for n in range(68, 36, -1))
+_Q6_STEPS = tuple(-float(n) for n in range(32, 19, -1))
 _Q4A_STEPS = (15.0, 14.0, 13.0, 12.0, 11.0, 10.0, 9.0, 8.0, 15.5, 16.0, 16.5)
 
 
@@ -71,10 +71,10 @@ def fit(x: Tensor, format: str) -> Grid:
         return _nested_symmetric(x)
     blocks = x.view(-1, 32).T.contiguous()
     if format == "q8":
-        scale, codes = symmetric(blocks, -127, 127, (float(s) for s in _Q8_STEPS))
+        scale, codes = symmetric(blocks, -127, 127, _Q8_STEPS)
         return Grid(_rows(codes.add_(128), n), scale.half().view(n, -1))
     if format == "q4":
-        scale, codes = symmetric(blocks, -8, 7, (-s for s in _Q4_STEPS))
+        scale, codes = symmetric(blocks, -8, 7, _Q4_STEPS)
         return Grid(_rows(codes.add_(8), n), scale.half().view(n, -1))
     scale, low, codes = asymmetric(blocks)
     if format == "q4a":
@@ -87,7 +87,7 @@ def _rows(codes: Tensor, n: int) -> Tensor:
 
 
 def _stored(x: Tensor) -> Tensor:
-    return x.half().float()
+    return x.half().float() + 0.0  # no negative zero
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Search:
     def codes(self, scale: Tensor, low: Tensor | None) -> Tensor:
         """Codes of all blocks for these scales; valid until the next call."""
         source = self._x if low is None else torch.sub(self._x, low, out=self._codes)
-        torch.div(source, _divisor(scale), out=self._codes)
+        torch.mul(source, torch.where(scale == 0, 0.0, 1.0 / scale), out=self._codes)
         return self._codes.round_().clamp_(*self._range)
 
     def offer(self, scale: Tensor, low: Tensor | None, limit: float | None = None) -> None:
@@ -143,10 +143,13 @@ def symmetric(x: Tensor, lowest: int, highest: int, steps: Iterable[float]) -> t
     top, bottom = x.amax(0), x.amin(0)
     peak = torch.where(top >= -bottom, top, bottom)
     best = Search(x, lowest, highest)
+    limit = 0.5625 if highest == 127 else 1.0
     for n in steps:
-        best.offer(_stored(peak / n), None)
-    codes = best.codes(best.scale, None)
-    best.offer(_stored(_sum(codes * x) / _divisor(_sum(codes.square()))), None, limit=0.5625 if highest == 127 else 1.0)
+        # more steps than codes: the peak itself is left off
+        best.offer(_stored(peak * (1.0 / n)), None, limit if n < lowest else None)
+    for _ in range(2):
+        codes = best.codes(best.scale, None)
+        best.offer(_stored(_sum(codes * x) / _divisor(_sum(codes.square()))), None, limit)
     return best.scale, best.codes(best.scale, None)
 
 
@@ -156,7 +159,7 @@ def asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     spread = x.amax(0) - bottom
     best = Search(x, 0, 15)
     for n in _Q4A_STEPS:
-        scale = _stored(spread / n)
+        scale = _stored(spread * (1.0 / n))
         # more than 15 steps: what does not fit is left off at both ends
         best.offer(scale, _stored(bottom + max(0.0, n - 15.0) / 2.0 * scale))
     mean = _sum(x) / 32
@@ -183,8 +186,8 @@ def _nested_asymmetric(x: Tensor, scale: Tensor, low: Tensor, n: int) -> Grid:
     found: tuple[Tensor, ...] = ()
     error = torch.full((len(scales),), torch.inf)
     for scale_steps, min_steps in ((63, 63), (255, 127)):
-        top = _stored(scales.amax(1) / scale_steps)[:, None]
-        top_min = _stored(lows.abs().amax(1) / min_steps)[:, None]
+        top = _stored(scales.amax(1) * (1.0 / scale_steps))[:, None]
+        top_min = _stored(lows.abs().amax(1) * (1.0 / min_steps))[:, None]
         whole_min = (lows / _divisor(top_min)).round_().clamp_(-127, 127)
         best = Search(x, 0, 15)
         for i, whole in enumerate(_multiples(scales, top, 0, 255)):
@@ -210,10 +213,10 @@ def _nested_symmetric(x: Tensor) -> Grid:
     """Blocks of 16 with scales -128..127 times that of the super-block."""
     n = len(x)
     blocks = x.view(-1, 16).T.contiguous()
-    scale, _ = symmetric(blocks, -32, 31, (-s for s in _Q6_STEPS))
+    scale, _ = symmetric(blocks, -32, 31, _Q6_STEPS)
     scales = scale.view(-1, 16)
     top, bottom = scales.amax(1), scales.amin(1)
-    tops = _stored(torch.where(top >= -bottom, top, bottom) / -128)[:, None]
+    tops = _stored(torch.where(top >= -bottom, top, bottom) * (1.0 / -128))[:, None]
     best = Search(blocks, -32, 31)
     for i, whole in enumerate(_multiples(scales, tops, -128, 127)):
         best.offer((whole * tops).view(-1), None, limit=1.0 if i else None)

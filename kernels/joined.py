@@ -16,6 +16,7 @@ from numem.errors import CapacityError, InputError
 from numem.kernels import native
 from numem.kernels import operations as op
 from numem.kernels.activation import ACTIVATIONS
+from numem.kernels.attention import HEAD_DIMS
 from numem.kernels.linear import PackedLinear
 from numem.kernels.program import Call, Op, Part
 from numem.kernels.quantised import QuantisedLinear
@@ -206,7 +207,7 @@ def _attend(each: op.Attend) -> native.Op | None:
     width = each.heads * each.head_dim
     if each.q.width != width or each.out.width != width or each.heads % each.kv_heads:
         return None
-    if each.head_dim % 16 or not 0 < each.head_dim <= 256 or each.window < 0 or each.right < -1:
+    if each.head_dim not in HEAD_DIMS or each.window < 0 or each.right < -1:
         return None
     return _form(
         _ATTEND, each.q, each.out, layer=each.layer, heads=each.heads, kv_heads=each.kv_heads,

@@ -18,7 +18,7 @@ PAGE = 16  # tokens of a page
 PANEL = 32  # weight columns of a panel
 SPLIT = 512  # keys of an attention split, at absolute multiples
 
-_ABI = 13
+_ABI = 14
 _ISAS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16")
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -39,6 +39,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "nm_paged_attention": (_I, [_P]),
     "nm_quantised_linear": (_I, [_P, _P, _I, _P, _I, _P, _I, _I, _I, _P, _P]),
     "nm_quantised_rows": (_I, [_P, _P, _P, _I]),
+    "nm_quantise": (_I, [_P, _I, _I, _I, _P, _P]),
     "nm_run": (_I, [_P, _I, _P]),
     "nm_read": (ctypes.c_uint64, [_P, _I]),
     "nm_move": (_I, [_P, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _I, _I]),

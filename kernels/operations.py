@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -213,10 +214,11 @@ class Look:
         changed = call.tap(self.point, self.layer, part.copy())
         if changed is None:
             return
-        if changed.shape != part.shape or changed.dtype != part.dtype:
+        if not isinstance(changed, np.ndarray) or changed.shape != part.shape or changed.dtype != part.dtype:
+            shape = list(changed.shape) if isinstance(changed, np.ndarray) else ""
             raise InputError(
-                f"tap: {self.point} of layer {self.layer} was given {changed.dtype} {list(changed.shape)}; it takes "
-                f"float32 {list(part.shape)}"
+                f"tap: {self.point} of layer {self.layer} was given {getattr(changed, 'dtype', type(changed).__name__)} "
+                f"{shape}; it takes a float32 array {list(part.shape)}"
             )
         part[:] = changed
 

@@ -66,7 +66,7 @@ class Call:
     Attributes:
         tokens, positions, slots: int64 [M]; slots are page * 16 + offset.
         lane: int32 [M], index into `tables`, int32 [lanes, pages].
-        wanted: int64 [R], rows whose result is asked for.
+        wanted: int64 [R], rows whose result is asked for, ascending.
         k, v: pages of every layer; layers that share pages have a stride of 0.
         lengths: int32 [lanes], tokens of each lane, where rows see what follows them.
         out, peaks: where logits [R, vocab] and the largest of each go, or None.
@@ -146,7 +146,7 @@ class Program:
     def _select(self, call: Call) -> None:
         """Go on with the wanted rows alone."""
         wanted = call.wanted
-        if len(wanted) == len(call.tokens):  # each row can be wanted once
+        if len(wanted) == len(call.tokens):  # ascending, so that these are all
             return
         kept = self._parts(len(wanted))
         for part in self.carried:

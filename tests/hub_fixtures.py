@@ -24,6 +24,7 @@ class Hub:
         replaced: name -> bytes served in place of the listed ones.
         broken: name -> status answered in place of the file.
         cut: name -> bytes after which the connection is closed.
+        moved: name -> address that the file is redirected to.
         status: statuses answered to the next requests, whatever they are for.
         listed: keys that replace those of a file's entry in the listing.
     """
@@ -38,6 +39,7 @@ class Hub:
         self.replaced: dict[str, bytes] = {}
         self.broken: dict[str, int] = {}
         self.cut: dict[str, int] = {}
+        self.moved: dict[str, str] = {}
         self.status: list[int] = []
         self.listed: dict[str, dict[str, Any]] = {}
         self.url = ""
@@ -77,6 +79,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return self.reply(b"no", {}, body, 404)
             if name in hub.broken:
                 return self.reply(b"broken", {}, body, hub.broken[name])
+            if name in hub.moved:
+                return self.reply(b"", {"Location": hub.moved[name]}, body, 302)
             data = hub.replaced.get(name, hub.files[name])
             headers = {"ETag": f'"{hashlib.sha256(hub.files[name]).hexdigest()}"', "X-Repo-Commit": COMMIT}
             asked = self.headers.get("Range")
@@ -111,7 +115,7 @@ def serving(directory: Path) -> Iterator[Hub]:
     state = Hub(directory)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
     state.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield state

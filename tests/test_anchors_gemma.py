@@ -15,7 +15,8 @@ pytestmark = [
     pytest.mark.anchors,
     pytest.mark.slow,
     pytest.mark.skipif(
-        os.environ.get("NUMEM_ACCEPT_GEMMA_TERMS") != "1", reason="Gemma's terms: set NUMEM_ACCEPT_GEMMA_TERMS=1"
+        os.environ.get("NUMEM_ACCEPT_GEMMA_TERMS") != "1",
+        reason="gemma-3-270m: not asked for; its terms are accepted by NUMEM_ACCEPT_GEMMA_TERMS=1",
     ),
 ]
 

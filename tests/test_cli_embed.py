@@ -44,6 +44,10 @@ def test_files_of_texts(model: Path, tmp_path: Path) -> None:
     for name in ("t.txt", "t.jsonl"):
         document = output(run(model, "--file", str(tmp_path / name), "--json"))
         assert np.array(document["vectors"], dtype=np.float32).tobytes() == expected.tobytes()
+    marked = tmp_path / "marked.txt"  # some editors begin a file with a byte order mark
+    marked.write_text("in the end\r\n\r\nä theory\r\n", encoding="utf-8-sig", newline="")
+    document = output(run(model, "--file", str(marked), "--json"))
+    assert np.array(document["vectors"], dtype=np.float32).tobytes() == expected.tobytes()
     (tmp_path / "none.txt").write_text("")
     assert output(run(model, "--file", str(tmp_path / "none.txt"), "--json"))["texts"] == 0
 
@@ -78,8 +82,9 @@ def test_wrong_use_is_one_line(model: Path, tmp_path: Path) -> None:
         (("x", "--out", "v.bin"), ".npy"),
         (("x", "--dim", "65"), "[1, 64]"),
         (("x", "--kind", "clustering"), "clustering"),
+        (("x", "--kind", ""), "kind ''"),
         (("x", "--kind", "document", "--instruct", "Find"), "belongs to a query"),
     ):
         assert word in error(run(model, *arguments, "--json"), "InputError")
-    missing = error(run(model, "x", "--out", str(tmp_path / "no" / "v.npy"), "--json"), "FileNotFoundError")
-    assert "v.npy" in missing
+    missing = error(run(model, "x", "--out", str(tmp_path / "no" / "v.npy"), "--json"), "InputError")
+    assert "v.npy" in missing and "make it first" in missing

@@ -10,9 +10,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from numem import LM, Memory, load_lm
+from numem.identity.fingerprint import Identity, NumericPolicy
 from numem.job.complete import complete
 from numem.models import lm as lm_module
 from numem.models import numerics
+from numem.models.architecture.reading import read_descriptor
+from numem.models.weights.checkpoint import Checkpoint
+from tests.family_fixtures import CASES, family_model
 from tests.model_fixtures import edit_json, tiny_model
 from tests.test_models_adapters import tiny_adapter
 
@@ -133,3 +137,40 @@ def test_what_changes_no_number_changes_no_identity(model: Path, memory: Memory,
     other = load_lm(tmp_path / "moved", max_position=128)
     assert other.identity == made.identity
     assert complete(memory, other, TOKENS, 1).restored_tokens > 0
+
+
+def rotations(**changes: float) -> dict[str, Any]:
+    """Those of Gemma 3 with some bases changed."""
+    bases = {"full_attention": 1e6, "sliding_attention": 1e4} | changes
+    return {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in bases.items()}
+
+
+AXES: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma3_text", {"rope_parameters": rotations(full_attention=2e6)}, "rope.theta"),
+    ("gemma3_text", {"rope_parameters": rotations(sliding_attention=2e4)}, "rope_local.theta"),
+    ("gemma3_text", {"sliding_window": 25}, "window"),
+    ("gemma3_text", {"query_pre_attn_scalar": 25}, "attn_scale"),
+    ("gemma3_text", {"rms_norm_eps": 1e-5}, "norm.eps"),
+    (
+        "gemma3_text",
+        {"layer_types": ["sliding_attention", "full_attention"] + ["sliding_attention"] * 5},
+        "layer_kinds",
+    ),
+    ("gemma2", {"attn_logit_softcapping": 49.0}, "attn_softcap"),
+    ("gemma2", {"final_logit_softcapping": 29.0}, "final_softcap"),
+    ("gemma2", {"hidden_activation": "silu"}, "act"),
+    ("qwen3_moe", {"num_experts_per_tok": 2}, "moe.top_k"),
+    ("qwen3_moe", {"norm_topk_prob": False}, "moe.norm_topk"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "field"), AXES, ids=[f"{a[0]}-{a[2]}" for a in AXES])
+def test_every_axis_of_an_architecture_is_named(tmp_path: Path, name: str, change: dict[str, Any], field: str) -> None:
+    checkpoint = Checkpoint(family_model(tmp_path, CASES[name]))
+    policy = NumericPolicy("cpu-fma-v1", bytes(32))
+    first, second = (
+        Identity({"architecture": read_descriptor(config, checkpoint.names).canonical()}, policy, "cpu")
+        for config in (checkpoint.config, checkpoint.config | change)
+    )
+    assert first.scope != second.scope
+    assert first.compare(second).fields == (f"semantic.architecture.{field}",)

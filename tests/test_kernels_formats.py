@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from numem.errors import CheckpointError, InputError
-from numem.kernels import formats, grids
+from numem.kernels import formats, grids, native
 from numem.kernels.formats import FORMATS, Format
 
 NAMES = list(FORMATS)
@@ -206,6 +206,38 @@ def test_parts_of_mixed_types_equal_the_stacked_matrix(name: str) -> None:
     assert all(torch.equal(got[plane], want[plane]) for plane in want) and got.keys() == want.keys()
     with pytest.raises(InputError, match="not matrices of one width"):
         formats.quantise([parts[0], normal(2, 64)], name)
+
+
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("name", NAMES)
+def test_the_compiled_search_gives_the_bytes_of_the_reference(name: str, isa: str) -> None:
+    """On every instruction set and any number of threads, for each type of weights, odd sizes, zeros and tiny rows."""
+    before, threads = native.isa(), native.threads()
+    heavy = normal(70, 289) / normal(70, 289, 1)
+    heavy[:, ::3], heavy[0], heavy[1], heavy[2] = 0.0, 0.0, -0.0, heavy[2] * 1e-36
+    heavy[:, 100:140] *= 1e-6
+    grid = torch.randint(-3, 4, (40, 289), generator=torch.Generator().manual_seed(3)) * -0.25
+    parts = [heavy, normal(33, 289).half(), heavy.bfloat16(), normal(289, 5).T, grid]
+    try:
+        native.use("torch")
+        want = formats.quantise(parts, name)
+        native.use(isa)
+        for count in (1, 2):
+            native.set_threads(count)
+            got = formats.quantise(parts, name)
+            assert all(got[plane].numpy().tobytes() == want[plane].numpy().tobytes() for plane in want)
+            heavy_only = formats.quantise(heavy[:, 3:40], name)
+            native.use("torch")
+            same = formats.quantise(heavy[:, 3:40], name)
+            native.use(isa)
+            assert all(torch.equal(heavy_only[plane], same[plane]) for plane in same)
+        broken = heavy.half()
+        broken[65, 288], broken[69, 0] = float("inf"), float("nan")
+        with pytest.raises(CheckpointError, match="w: row 65 has"):
+            formats.quantise([broken], name, "w")
+    finally:
+        native.use(before)
+        native.set_threads(threads)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -269,3 +269,50 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -
     for scale in (math.nan, math.inf, "1"):
         with pytest.raises(InputError, match="scale"):
             load_lm(other, adapters=[(adapter, scale)])  # type: ignore[list-item]  # what a caller may pass
+
+
+def rewritten(adapter: Path, directory: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    directory.mkdir()
+    (directory / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    edit_json(directory / "adapter_config.json", **config)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def test_spellings_and_dtypes_of_one_adapter(model: Path, adapter: Path, tmp_path: Path) -> None:
+    """The adapter's name in the tensors, targets as a pattern or "all-linear", and halves that hold the same values."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    expected = load_lm(model, adapters=[adapter]).identity
+    named = {name.replace(".weight", ".default.weight"): tensor for name, tensor in tensors.items()}
+    for at, targets in enumerate(("all-linear", r".*\.(q|v|down)_proj")):
+        other = rewritten(adapter, tmp_path / f"named{at}", named, target_modules=targets)
+        assert load_lm(model, adapters=[other]).identity == expected
+    halves = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    wide = {name: tensor.float() for name, tensor in halves.items()}
+    found = [
+        load_lm(model, adapters=[rewritten(adapter, tmp_path / name, held)]).identity
+        for name, held in (("halves", halves), ("wide", wide))
+    ]
+    assert found[0] == found[1] != expected
+
+
+def test_one_matrix_under_two_names_is_refused(model: Path, adapter: Path, tmp_path: Path) -> None:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for at, (old, new) in enumerate(((".weight", ".default.weight"), ("model.model.", "model."))):
+        twice = {**tensors, **{name.replace(old, new, 1): tensor + 1 for name, tensor in tensors.items()}}
+        with pytest.raises(CheckpointError, match="same matrix|are both"):
+            load_lm(model, adapters=[rewritten(adapter, tmp_path / str(at), twice)])
+
+
+def test_a_negative_scale_takes_the_adapter_out_and_one_beyond_float32_is_refused(model: Path, adapter: Path) -> None:
+    plain, undone = load_lm(model), load_lm(model, adapters=[adapter, (adapter, -1.0)])
+    assert torch.allclose(logits(plain), logits(undone), atol=1e-4)
+    with pytest.raises(InputError, match="overflows"):
+        load_lm(model, adapters=[(adapter, 1e300)])
+
+
+def test_adapters_that_are_no_list_of_directories_are_refused(model: Path, adapter: Path) -> None:
+    wrong: list[Any] = [str(adapter), [[adapter, 1.0]], [(adapter, 1.0, 2)], [None]]
+    for given in wrong:
+        with pytest.raises(InputError, match="adapters: "):
+            load_lm(model, adapters=given)

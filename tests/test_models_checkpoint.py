@@ -336,3 +336,21 @@ def test_an_embedding_model_is_sent_to_its_own_verb(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"numem\.load_embedder") as caught:
         load_lm(path)
     assert caught.value.code == "kind"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool])
+def test_weights_that_need_scales_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Taken for numbers they would be other weights: their scales lie in other tensors, or nowhere."""
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+        directory = tiny_model(tmp_path / name)
+        tensors = load_file(directory / "model.safetensors")
+        tensors[name] = tensors[name].to(dtype)
+        save_file(tensors, directory / "model.safetensors")
+        with pytest.raises(UnsupportedModelError, match=f"{name} is stored as {str(dtype)[6:]};"):
+            load_lm(directory)
+
+
+@pytest.mark.parametrize("width", [8, 24, 272])
+def test_a_width_of_heads_that_kernels_do_not_take_is_refused(tmp_path: Path, width: int) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"head_dim {width} is not run; only multiples of 16 up to 256"):
+        load_lm(tiny_model(tmp_path, head_dim=width))

@@ -203,6 +203,25 @@ def test_passes_hold_whole_texts_in_order() -> None:
     assert list(passes([], 4)) == [] and list(passes([1] * 9, 4)) == [(0, 4), (4, 8), (8, 9)]
 
 
+def test_texts_are_split_into_tokens_slice_by_slice(
+    embedders: dict[str, Embedder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of a hundred thousand long texts would be gigabytes; a slice changes no bit and no message."""
+    for embedder in embedders.values():
+        whole = embedder.embed_texts([*TEXTS, LONG], dim=16)
+        monkeypatch.setattr("numem.models.embedding.embedder.SLICE_TEXTS", 3)
+        assert embedder.embed_texts([*TEXTS, LONG], dim=16).tobytes() == whole.tobytes()
+        with pytest.raises(InputError, match="text 4: character 1 is half"):
+            embedder.embed_texts(["a", "b", "c", "d", "e\ud800"])
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("kind", [5, ["query"], ""])
+def test_kinds_are_names(embedders: dict[str, Embedder], kind: Any) -> None:
+    with pytest.raises(InputError, match="is not one of document, query"):
+        embedders["bert"].embed_texts(["a"], kind=kind)
+
+
 def test_identity_has_a_field_for_everything_that_changes_a_vector(
     tmp_path: Path, embedders: dict[str, Embedder], directories: dict[str, Path]
 ) -> None:

@@ -65,12 +65,18 @@ def test_pooling_by_the_first_token_on_the_same_weights(minilm: Embedder, tmp_pa
     assert [vectors[0] @ v for v in vectors[1:]] == pytest.approx([0.8171, 0.5341, 0.5566], abs=HALF)
 
 
+@pytest.fixture(scope="module")
+def vectors(minilm: Embedder) -> np.ndarray:
+    return minilm.embed_texts(sentences(200))
+
+
 @pytest.mark.parametrize(("quantise", "mean", "least"), [("q8", 0.9995, 0.999), ("q4", 0.95, 0.92)])
-def test_quantised_vectors_are_near(minilm: Embedder, quantise: str, mean: float, least: float) -> None:
+def test_quantised_vectors_are_near(
+    minilm: Embedder, vectors: np.ndarray, quantise: str, mean: float, least: float
+) -> None:
     """Cosine with float32 over 200 texts. With 4 bits and one scale a block the mean keeps 0.95 (0.966), not every text
     (0.940): the layers cost it, the embedding table hardly anything."""
-    texts = sentences(200)
     other = load_embedder(MODEL, quantise=quantise)
-    found = cosines(other.embed_texts(texts), minilm.embed_texts(texts))
+    found = cosines(other.embed_texts(sentences(200)), vectors)
     assert found.mean() >= mean and found.min() >= least
     assert any(name.startswith("semantic.quantisation") for name in minilm.identity.compare(other.identity).fields)

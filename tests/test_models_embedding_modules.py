@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from numem.errors import CheckpointError, InputError, NumemError, UnsupportedModelError
 from numem.models.embedding.encoding import TextEncoder, read_encoder
@@ -111,6 +113,7 @@ def test_a_directory_without_modules_is_refused(tmp_path: Path) -> None:
     [
         ({"activation_function": "os.system"}, "'os.system'"),
         ({"activation_function": ...}, "None"),
+        ({"activation_function": ["os.system"]}, "['os.system']"),
         ({"in_features": 31}, "linear.weight"),
         ({"bias": True}, "linear.bias"),
         ({"use_residual": True}, "use_residual"),
@@ -133,6 +136,15 @@ def test_dense_weights_must_fit(tmp_path: Path) -> None:
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"2_Dense/model\.safetensors: missing"):
         read_modules(ModelFiles(tmp_path), 48)
+
+
+@pytest.mark.parametrize("values", [torch.full((64, 32), torch.nan), torch.ones(64, 32, dtype=torch.int8)])
+def test_dense_weights_must_be_finite_numbers(tmp_path: Path, values: torch.Tensor) -> None:
+    """A vector of NaN compares as unlike everything, silently."""
+    write_modules(tmp_path, "mean", "Dense", hidden=32)
+    save_file({"linear.weight": values}, write_dense(tmp_path, "2_Dense", (64, 32)) / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"2_Dense/model\.safetensors: linear\.weight .* no finite numbers"):
+        read_modules(ModelFiles(tmp_path), 32)
 
 
 def test_files_are_those_that_were_recorded(tmp_path: Path) -> None:
@@ -202,7 +214,7 @@ def test_limits_keep_the_tokens_at_both_ends(tmp_path: Path) -> None:
     assert read_encoder(ModelFiles(tmp_path), tokenizer, 32768).limit == 8192
 
 
-@pytest.mark.parametrize("limit", [0, -3, "256", True])
+@pytest.mark.parametrize("limit", [0, -3, "256", True, float("nan")])
 def test_limits_that_are_none(tmp_path: Path, limit: Any) -> None:
     tokenizer = Tokenizer(wordpiece_tokenizer(tmp_path))
     edit_json(tmp_path / "sentence_bert_config.json", max_seq_length=limit)

@@ -1,6 +1,7 @@
 """GGUF import of each architecture: the same tensors and the same descriptor as the model that was packed."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,32 @@ def test_what_an_architecture_cannot_have_is_refused(
     with pytest.raises(error, match=message) as caught:
         import_gguf(path, tmp_path / "out")
     assert "x.gguf" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", sorted(SETTINGS))
+def test_more_layers_than_tensors_are_refused_at_once(architecture: str, tmp_path: Path) -> None:
+    """A count of four thousand millions, as one damaged byte makes it, would be a list of as many kinds of layers."""
+    model = tiny_model(tmp_path / "model", RECIPES[architecture].model_type, **SETTINGS[architecture])
+    path = family_gguf(tmp_path / "x.gguf", model, architecture, **{f"{architecture}__block_count": 0xFF000007})
+    with pytest.raises(CheckpointError, match="block_count is 4278190087, but there are"):
+        import_gguf(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_header_is_another_model_or_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    _, path = packed(tmp_path, "gemma3")
+    data = path.read_bytes()
+    damaged, out = tmp_path / "damaged.gguf", tmp_path / "out"
+    made = 0
+    for at in range(4, 1024, 3):
+        damaged.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+        try:
+            shutil.rmtree(import_gguf(damaged, out))
+            made += 1
+        except ModelError as error:
+            assert "damaged.gguf" in str(error) and "\n" not in str(error) and not out.exists()
+    assert 0 < made < 60
 
 
 def test_a_tensor_of_another_architecture_has_no_place(tmp_path: Path) -> None:

@@ -57,6 +57,22 @@ def test_a_character_without_a_piece_is_its_bytes(tmp_path: Path) -> None:
     assert made.decode(made.encode("a漢🙂b")) == "a漢🙂b"
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("tokens", list(range(len(TOKENS))), "tokens holds a int"),
+        ("token_type", ["1"] * len(TYPES), "token_type holds a str"),
+        ("scores", ["0"] * len(SCORES), "scores holds a str"),
+        ("scores", [float("nan")] * len(SCORES), "scores holds what is no finite number"),
+        ("merges", [1, 2], "merges holds a int"),
+    ],
+)
+def test_lists_of_another_kind_are_named(tmp_path: Path, key: str, value: list[Any], said: str) -> None:
+    model = {"ggml__model": "gpt2", "ggml__pre": "qwen2"} if key == "merges" else {}
+    with pytest.raises(CheckpointError, match=said):
+        tokenizer(tmp_path, **model, **{f"ggml__{key}": value})
+
+
 def test_own_tokens_stand_above_every_pair(tmp_path: Path) -> None:
     """Runs of spaces, which converters write as spaces: 30 of Gemma's ids are such tokens."""
     made = tokenizer(tmp_path)

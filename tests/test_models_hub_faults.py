@@ -139,6 +139,50 @@ def test_the_token_is_sent_and_never_shown(hub: Hub, tmp_path: Path, monkeypatch
     assert "a message with <token>" in failure(hub, tmp_path / "other")
 
 
+def test_a_redirect_to_another_host_is_followed_without_the_token(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with serving(tmp_path / "model") as store:
+        hub.moved[WEIGHTS] = f"{store.url}/{REPO}/resolve/{store.commit}/{WEIGHTS}"
+        out = fetch_hub(HubSource(REPO), tmp_path / "out", endpoint=hub.url)
+        assert store.requests == [f"GET /{REPO}/resolve/{store.commit}/{WEIGHTS}"] and store.tokens == {None}
+    assert Checkpoint(out).digest() == Checkpoint(tmp_path / "model").digest()
+
+
+def test_the_token_of_a_login_is_not_shown_either(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(f"a message with {TOKEN}")
+
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: TOKEN)
+    monkeypatch.setattr(repository, "http_get", fail)
+    assert "a message with <token>" in failure(hub, tmp_path / "out")
+
+
+def test_nothing_is_written_through_a_link_in_what_was_left_behind(hub: Hub, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"mine")
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    for name in (f"{WEIGHTS}.part", "config.json"):
+        (partial / name).symlink_to(outside)
+    out = fetch_hub(HubSource(REPO), tmp_path / "out", endpoint=hub.url)
+    assert outside.read_bytes() == b"mine" and not any(path.is_symlink() for path in out.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "entry", [{"size": None}, {"size": "x"}, {"size": -1}, {"lfs": 3}, {"lfs": {"sha256": None, "size": 1}}]
+)
+def test_a_listing_that_is_none_is_refused(hub: Hub, tmp_path: Path, entry: dict[str, Any]) -> None:
+    hub.listed[WEIGHTS] = entry
+    assert REPO in failure(hub, tmp_path / "out")
+
+
+def test_a_listed_size_that_is_wrong_is_found_out(hub: Hub, tmp_path: Path) -> None:
+    hub.listed[WEIGHTS] = {"size": 7}
+    assert REPO in failure(hub, tmp_path / "out")
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_refusal_names_its_three_reasons(hub: Hub, tmp_path: Path, status: int) -> None:
     hub.status = [status]

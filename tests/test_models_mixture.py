@@ -1,12 +1,17 @@
 """Mixture of experts: routing by exact values, sums in order of expert ids, rows that do not feel their companions."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from numem import load_lm
 from numem.kernels.linear import PackedLinear
 from numem.kernels.program import Buffers, Call
 from numem.models.mixture import Expert, Mixture, route
+from tests.model_fixtures import tiny_model
 
 HIDDEN, INTER, EXPERTS = 48, 40, 6
 
@@ -103,3 +108,31 @@ def test_bits_do_not_depend_on_threads() -> None:
     finally:
         native.set_threads(before)
     assert len(found) == 1
+
+
+def test_a_router_that_gives_no_number_spoils_its_own_row_alone() -> None:
+    block, x = Block(), random(8, HIDDEN, seed=7)
+    together = block(x)
+    x[3, 5] = torch.nan
+    found = block(x)
+    assert found[3].isnan().all()
+    others = [0, 1, 2, 4, 5, 6, 7]
+    assert found[others].numpy().tobytes() == together[others].numpy().tobytes()
+
+
+def test_the_routing_joins_the_policy_of_a_mixture_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from numem.models import numerics
+
+    dense = load_lm(tiny_model(tmp_path / "dense")).identity.policy
+    settings: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    model = tiny_model(tmp_path / "mixture", "mixtral", **settings)
+    mixture = load_lm(model).identity.policy
+
+    def off_by_one_bit(logits: torch.Tensor, top_k: int, *, norm_topk: bool) -> tuple[np.ndarray, np.ndarray]:
+        ids, weights = route(logits, top_k, norm_topk=norm_topk)
+        weights[0, 0] = np.nextafter(weights[0, 0], np.float32(1))
+        return ids, weights
+
+    monkeypatch.setattr(numerics, "route", off_by_one_bit)
+    assert load_lm(model).identity.policy != mixture
+    assert load_lm(tmp_path / "dense").identity.policy == dense

@@ -267,3 +267,18 @@ def test_state_of_other_weights_is_never_found(model: Path, memory: Memory) -> N
 def test_an_unknown_scheme_is_refused(model: Path) -> None:
     with pytest.raises(InputError, match="q8, q4, q4a, q4k, native"):
         load_lm(model, quantise="q3")
+
+
+@pytest.mark.parametrize("groups", ["[1]", "{", "{}", '{"embed.0":["q8",320]}', '{"embed.0":["q8",384,64]}'])
+def test_a_table_that_does_not_fit_is_made_again(model: Path, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose digest is right and whose table is not: it was written by another program."""
+    first = load_lm(model, quantise="q8")
+    (path,) = kept(model)
+    whole = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(streams, "_groups", lambda _: groups)
+        path.unlink()
+        load_lm(model, quantise="q8")
+    assert path.read_bytes() != whole
+    assert torch.equal(logits(load_lm(model, quantise="q8")), logits(first))
+    assert path.read_bytes() == whole

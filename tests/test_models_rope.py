@@ -280,3 +280,26 @@ def test_equal_rotations_are_one() -> None:
     one = {"rope_type": "default", "rope_theta": 1e4}
     config = {"rope_parameters": {"full_attention": one, "sliding_attention": one}}
     assert read_ropes(config, FAMILIES["gemma3_text"], 32, 256) == (Rope("default", 1e4, 32), None)
+
+
+LISTS = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"rope_type": "longrope", **LISTS, "original_max_position_embeddings": 1}, "whole number of at least 2"),
+        ({"rope_type": "longrope", **LISTS, "original_max_position_embeddings": 0.5}, "whole number of at least 2"),
+        ({"rope_type": "longrope", **LISTS, "original_max_position_embeddings": 64.5}, "whole number of at least 2"),
+        ({"rope_type": "longrope", **LISTS, "attention_factor": -1.0}, "attention_factor -1.0 must be positive"),
+        ({"rope_type": "longrope", **LISTS, "short_factor": [1e-38] * 16}, "not finite"),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 0}, "attention_factor 0.0 must be positive"),
+        ({"rope_type": "yarn", "factor": 4.0, "mscale": 1e299, "mscale_all_dim": 1e-299}, "not finite"),
+        ({"rope_type": "yarn", "factor": 4.0, "truncate": "no"}, "truncate is 'no'"),
+        ({"rope_type": "linear", "factor": 1e-290}, "not finite"),
+    ],
+)
+def test_values_at_the_edge_are_refused(block: dict[str, Any], message: str) -> None:
+    """Nothing divides by log(1), and no table holds an infinity."""
+    with pytest.raises(CheckpointError, match=message):
+        read_one({"rope_parameters": {"rope_theta": 1e4, **block}})

@@ -1,6 +1,7 @@
 """Taps: what they see is what transformers reports, they change no bit, and an edit acts where it was made."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import torch
 from numem import LM, load_lm
 from numem.errors import ContextLengthError, InputError
 from numem.models.taps import POINTS, hidden_states, logit_lens, trace
+from numem.runtime.engine import whole_texts
 from tests.family_fixtures import CASES, family_model
+from tests.model_fixtures import tiny_model
 
 IDS = [int(t) for t in np.random.default_rng(3).integers(3, 250, 70)]
 
@@ -86,9 +89,9 @@ def test_bad_places_and_edits_are_refused(tiny_lm: LM) -> None:
     for place in (("resid", 0), ("resid-pre", 3), ("resid-pre", -1)):
         with pytest.raises(InputError, match="there is no"):
             trace(tiny_lm, IDS, [place])
-    with pytest.raises(InputError, match="takes float32"):
+    with pytest.raises(InputError, match="takes a float32 array"):
         trace(tiny_lm, IDS, edit={("resid-pre", 0): lambda array: array[1:]})
-    with pytest.raises(InputError, match="takes float32"):
+    with pytest.raises(InputError, match="takes a float32 array"):
         trace(tiny_lm, IDS, edit={("resid-pre", 0): lambda array: array.astype(np.float64)})
     with pytest.raises(InputError, match="no tokens"):
         trace(tiny_lm, [])
@@ -96,3 +99,40 @@ def test_bad_places_and_edits_are_refused(tiny_lm: LM) -> None:
         hidden_states(tiny_lm, IDS, "first")
     with pytest.raises(ContextLengthError, match="max_position"):
         trace(tiny_lm, [5] * (tiny_lm.max_position + 1))
+
+
+def test_what_is_no_array_is_refused(tiny_lm: LM) -> None:
+    edits: list[Any] = [np.ndarray.tolist, lambda array: 0.0, torch.from_numpy, lambda array: array.astype(">f4")]
+    for wrong in edits:
+        with pytest.raises(InputError, match="takes a float32 array"):
+            trace(tiny_lm, IDS, edit={("attn-out", 0): wrong})
+    with pytest.raises(InputError, match="not whole numbers"):
+        trace(tiny_lm, [1, 2.5])  # type: ignore[list-item]  # that is the point
+
+
+def test_an_array_of_any_layout_takes_the_place(tiny_lm: LM) -> None:
+    plain = trace(tiny_lm, IDS).logits.tobytes()
+    for copy in (np.asfortranarray, lambda array: np.repeat(array, 2, axis=1)[:, ::2]):
+        assert trace(tiny_lm, IDS, edit={("mlp-out", 1): copy}).logits.tobytes() == plain
+
+
+def test_a_tap_that_runs_its_model_or_fails_leaves_it_usable(tiny_lm: LM) -> None:
+    """The activations are one call's at a time: it would wait for itself for ever."""
+    plain = trace(tiny_lm, IDS).logits.tobytes()
+
+    def nested(array: np.ndarray) -> None:
+        tiny_lm.generate_ids(IDS, 2)
+
+    with pytest.raises(InputError, match="cannot run its own model"):
+        trace(tiny_lm, IDS, edit={("attn-out", 0): nested})
+    with pytest.raises(ZeroDivisionError):
+        trace(tiny_lm, IDS, edit={("attn-out", 0): lambda array: array / (1 // 0)})
+    assert trace(tiny_lm, IDS).logits.tobytes() == plain
+
+
+def test_taps_of_a_quantised_model_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMEM_CACHE", str(tmp_path / "cache"))
+    lm = load_lm(tiny_model(tmp_path / "model"), quantise="q4a")
+    rows, pages = whole_texts([IDS])
+    plain = lm.decoder.forward(rows, lm.decoder.scratch(pages)).numpy().tobytes()
+    assert trace(lm, IDS, [("resid-mid", 1)], {("mlp-out", 1): np.copy}).logits.tobytes() == plain

@@ -121,6 +121,20 @@ def test_half_a_surrogate_pair_is_refused(plain: Tokenizer) -> None:
         plain.chat([{"role": "user", "content": "a\ud800"}])
 
 
+@pytest.mark.parametrize("value", [5, None, b"x", ["a"]])
+def test_what_is_no_text_is_refused(plain: Tokenizer, value: Any) -> None:
+    with pytest.raises(InputError, match=f"text is a {type(value).__name__}"):
+        plain.encode(value)
+    with pytest.raises(InputError, match=f"text 1 is a {type(value).__name__}"):
+        plain.encode_batch(["a", value])
+
+
+@pytest.mark.parametrize("token", ["1", 1.0, None])
+def test_ids_are_whole_numbers(plain: Tokenizer, token: Any) -> None:
+    with pytest.raises(InputError, match="not a whole number"):
+        plain.decode([token])
+
+
 DIGEST = """
 import sys
 from numem.models.text.tokenizer import Tokenizer
@@ -224,6 +238,10 @@ ESCAPES = [
     "{{ messages.append(1) }}",
     "{{ messages[0].update({'content': 'x'}) }}",
     "{{ range(10**9)|list }}",
+    "{{ 2 ** (10 ** 12) }}",
+    "{{ (-10) ** 99999999 % 7 }}",
+    "{{ 'a' * 10 ** 12 }}",
+    "{% set many = 10 ** 12 %}{{ [1] * many }}",
 ]
 
 

@@ -1,5 +1,6 @@
 """Public reports about prompts, as tests: one BOS, ends of text, Gemma's roles, contents in parts, empty prompts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -175,4 +176,21 @@ def test_an_eos_that_is_no_id_is_refused(tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path)
     edit_json(tmp_path / "generation_config.json", eos_token_id={"id": 1})
     with pytest.raises(CheckpointError, match="eos_token_id"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("decoder", ["a"], "decoder is a list"),
+        ("normalizer", ["a"], "normalizer is a list"),
+        ("model", {"continuing_subword_prefix": "much longer than a token"}, "not a tokenizer"),
+    ],
+)
+def test_what_the_library_takes_or_panics_at_is_refused(tmp_path: Path, name: str, value: Any, said: str) -> None:
+    path = tiny_tokenizer(tmp_path) / "tokenizer.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document[name] = document[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=said):
         Tokenizer(tmp_path)

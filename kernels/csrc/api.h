@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define NM_ABI 13     /* raised with every change of an exported function; native.py checks it */
+#define NM_ABI 14     /* raised with every change of an exported function; native.py checks it */
 #define NM_PAGE 16    /* tokens of a page */
 #define NM_PANEL 32   /* weight columns of a panel */
 #define NM_SPLIT 512  /* keys of an attention split, at absolute multiples */

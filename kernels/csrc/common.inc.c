@@ -32,8 +32,7 @@ INLINE const void *element(const void *p, int64_t at, int bf16) {
  *
  * Over a weight panel the chain is cut into segments of NM_SEGMENT steps at absolute multiples, whose sums are added in
  * order: the error of one long chain would grow with the square root of its length times that of a segment.
- * w0 and w1 are the two groups of 16 columns: the halves of a weight panel (ws = 32) or the keys of two pages
- * (ws = 16); pf0 and pf1 are prefetched at the same pace (few rows only: with many rows the arithmetic hides the loads).
+ * w0 and w1 are the two groups of 16 columns, the halves of a weight panel (ws = 32); pf0 and pf1 are prefetched at the same pace (few rows only: with many rows the arithmetic hides the loads).
  */
 INLINE void chains(const int mr, const int nv, const int bf16, const int ws, int64_t steps, const float *x,
                    int64_t xs, const void *w0, const void *w1, const void *pf0, const void *pf1, float *out,

@@ -10,6 +10,7 @@
 
 static const nm_table *table = &nm_table_portable;
 static nm_quant_linear quant_linear = nm_quant_linear_portable;
+static nm_quant_fit quant_fit = nm_quant_fit_portable;
 
 /* ---- instruction sets ---- */
 
@@ -45,6 +46,7 @@ EXPORT int64_t nm_use(int64_t isa) {
     if (isa < 0 || isa > 4 || !(usable() >> isa & 1)) return -1;
     const nm_table *chosen = &nm_table_portable;
     nm_quant_linear quant = nm_quant_linear_portable;
+    nm_quant_fit fit = nm_quant_fit_portable;
 #if defined(__x86_64__) || defined(_M_X64)
     if (isa == ISA_AVX2) chosen = &nm_table_avx2;
     if (isa == ISA_AVX512 || isa == ISA_AVX512VNNI) chosen = &nm_table_avx512;
@@ -52,9 +54,12 @@ EXPORT int64_t nm_use(int64_t isa) {
     if (isa == ISA_AVX2) quant = nm_quant_linear_avx2;
     if (isa == ISA_AVX512) quant = nm_quant_linear_avx512;
     if (isa >= ISA_AVX512VNNI) quant = nm_quant_linear_avx512vnni;
+    if (isa == ISA_AVX2) fit = nm_quant_fit_avx2;
+    if (isa >= ISA_AVX512) fit = nm_quant_fit_avx512;
 #endif
     __atomic_store_n(&table, chosen, __ATOMIC_RELEASE);
     __atomic_store_n(&quant_linear, quant, __ATOMIC_RELEASE);
+    __atomic_store_n(&quant_fit, fit, __ATOMIC_RELEASE);
     return 0;
 }
 
@@ -143,6 +148,11 @@ EXPORT int64_t nm_quantised_linear(const nm_quantised *w, const float *x, int64_
                                    int64_t *index, float *value) {
     const nm_peaks peaks = {limit, index, value};
     return quant_linear(w, x, x_stride, residual, r_stride, out, o_stride, rows, index ? &peaks : NULL);
+}
+
+EXPORT int64_t nm_quantise(const nm_part *parts, int64_t count, int64_t k, int64_t format, uint8_t *records,
+                           float *units) {
+    return quant_fit(parts, count, k, format, records, units);
 }
 
 EXPORT int64_t nm_quantised_rows(const nm_quantised *w, const int64_t *ids, float *out, int64_t count) {

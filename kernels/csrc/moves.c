@@ -54,6 +54,11 @@ INLINE const nm_part *find_part(const nm_part *first, int64_t *at) {
     return first;
 }
 
+void nm_row_f32(const nm_part *parts, int64_t row, int64_t k0, int64_t n, float *out) {
+    const nm_part *part = find_part(parts, &row);
+    part_f32(part, row, k0, n, out);
+}
+
 #define PACK_STEPS 32 /* steps of all columns of a panel that are written before the next ones */
 
 static void pack_panel(const void *context, int64_t panel) {

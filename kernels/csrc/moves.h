@@ -6,6 +6,9 @@
 /* Packs the rows of parts, stacked, into panels of float32 or bfloat16, rounded to nearest, ties to even. */
 void nm_pack_panels(const nm_part *parts, int64_t count, void *panels, int64_t k, int64_t bf16);
 
+/* Elements [k0, k0 + n) of a row of the parts, stacked, as float32. */
+void nm_row_f32(const nm_part *parts, int64_t row, int64_t k0, int64_t n, float *out);
+
 /* Rows `ids` of a packed matrix as float32 [count, k]; returns 1 + the index of a bad id, or 0. */
 int64_t nm_unpack_rows(const nm_matrix *w, const int64_t *ids, float *out, int64_t count);
 

@@ -76,6 +76,17 @@ int64_t nm_quant_linear_avx512vnni(const nm_quantised *, const float *, int64_t,
                                    int64_t, int64_t, const nm_peaks *);
 #endif
 
+/* Quantises parts, stacked, into planes of their padded size. Returns 0, or 1 + the first row with a NaN or infinity; what
+ * was written is useless then. */
+typedef int64_t (*nm_quant_fit)(const nm_part *parts, int64_t count, int64_t k, int64_t format, uint8_t *records,
+                                float *units);
+
+int64_t nm_quant_fit_portable(const nm_part *, int64_t, int64_t, int64_t, uint8_t *, float *);
+#if defined(__x86_64__) || defined(_M_X64)
+int64_t nm_quant_fit_avx2(const nm_part *, int64_t, int64_t, int64_t, uint8_t *, float *);
+int64_t nm_quant_fit_avx512(const nm_part *, int64_t, int64_t, int64_t, uint8_t *, float *);
+#endif
+
 /* Rows `ids` as float32 [count, k]. Returns 0, or 1 + the index of an id outside [0, n); nothing is written then. */
 int64_t nm_quant_rows(const nm_quantised *w, const int64_t *ids, float *out, int64_t count);
 

@@ -9,6 +9,7 @@
 #define NM_ISA_AVX512
 #define NM_SUFFIX avx512
 #include "quant.inc.c"
+#include "quant_fit.inc.c"
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

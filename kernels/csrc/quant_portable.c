@@ -2,3 +2,4 @@
 #define NM_ISA_PORTABLE
 #define NM_SUFFIX portable
 #include "quant.inc.c"
+#include "quant_fit.inc.c"

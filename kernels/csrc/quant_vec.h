@@ -23,6 +23,7 @@ INLINE int32_t four(const int8_t *x) {
 
 typedef __m512i B64;
 typedef __m512i I16;
+INLINE V16 v_min(V16 a, V16 b) { return _mm512_min_ps(a, b); }
 #define TILE_ROWS 6
 #define TILE_HALVES 2
 
@@ -78,6 +79,7 @@ typedef struct {
     __m256i a, b;
 } B64;
 typedef B64 I16;
+INLINE V16 v_min(V16 x, V16 y) { return (V16){_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 #define TILE_ROWS 3
 #define TILE_HALVES 1
 #define SIGNED_CODES(bits) ((bits) == 8)
@@ -158,6 +160,7 @@ INLINE B64 b_high(B64 x) { EACH(B64, b, 64, x.b[i] >> 4); }
 INLINE B64 b_six(B64 nibble, B64 pairs, const int j) {
     EACH(B64, b, 64, (uint8_t)(nibble.b[i] | (pairs.b[i] >> 2 * j & 3) << 4));
 }
+INLINE V16 v_min(V16 a, V16 b) { EACH(V16, f, 16, a.f[i] < b.f[i] ? a.f[i] : b.f[i]); }
 INLINE V16 v_of(I16 x) { EACH(V16, f, 16, (float)x.i[i]); }
 INLINE V16 v_half(const uint8_t *p) { EACH(V16, f, 16, nm_half(p + 2 * i)); }
 INLINE V16 v_u8(const uint8_t *p) { EACH(V16, f, 16, (float)p[i]); }

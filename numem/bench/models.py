@@ -9,12 +9,12 @@ from numem.bench.machine import machine, threads
 from numem.bench.models_embed import against_sentence_transformers
 from numem.bench.models_gemv import gemv_vs_bandwidth
 from numem.bench.models_llamacpp import FIGURES, against_llamacpp
-from numem.bench.models_shape import DECODERS, Shape
+from numem.bench.models_shape import DECODERS, WHOLE, Shape
 from numem.bench.peers import PeerMissing
 from numem.errors import FetchError
 
 
-def models(shape: Shape = Shape()) -> dict[str, Any]:
+def models(shape: Shape = WHOLE) -> dict[str, Any]:
     """Figures of every model, and of products and embeddings.
 
     `{model: {decode_q8_vs_llamacpp, decode_q4_vs_llamacpp, prefill_vs_llamacpp}, gemv_vs_bandwidth,

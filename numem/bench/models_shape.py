@@ -25,3 +25,6 @@ class Shape:
     pairs: int = 7
     gemv: int = 1 << 30
     texts: int = 1000
+
+
+WHOLE = Shape()

@@ -45,6 +45,8 @@ def embed(
         raise InputError("embed: give texts, or a file of them with --file, and not both")
     if out is not None and out.suffix != ".npy":
         raise InputError(f"{out}: the vectors are written as .npy; name such a file")
+    if out is not None and not out.parent.is_dir():
+        raise InputError(f"{out}: {out.parent} is no directory; make it first")
     given = texts if file is None else read_texts(file)
     with busy("loading the model"):
         from numem.models.embedding.embedder import load_embedder
@@ -79,7 +81,7 @@ def read_texts(path: Path) -> list[str]:
     if path.suffix not in (".txt", ".jsonl"):
         raise InputError(f"{path}: suffix {path.suffix!r} is not .txt or .jsonl")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
     if lines[-1] == "":

@@ -3,15 +3,21 @@
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
+from blake3 import blake3
 
 from numem.identity.digest import blake3_of
 from numem.identity.fingerprint import NumericPolicy
 from numem.kernels.policy import policy_name
 from numem.kernels.selftest import Shapes, self_test
-from numem.models.architecture.descriptor import Descriptor
+from numem.models.architecture.descriptor import Descriptor, Moe
+from numem.models.mixture import route
 
 # Positions whose tables are compared; a longer context changes none of these.
 _POSITIONS = 8192
+
+# Rows that are routed for the self-test.
+_ROUTED = 16
 
 
 def policy_of(
@@ -51,4 +57,15 @@ def policy_of(
     tables = [*d.rope_tables(limit)] if d.rope is not None else []
     if d.rope_local is not None:
         tables += d.local_rope_tables(limit)
-    return NumericPolicy(policy_name(), blake3_of([self_test(shapes), *(table.numpy() for table in tables), *more]))
+    outputs = [*(table.numpy() for table in tables), *_routing(d.moe), *more]
+    return NumericPolicy(policy_name(), blake3_of([self_test(shapes), *outputs]))
+
+
+def _routing(moe: Moe | None) -> tuple[np.ndarray, ...]:
+    """Experts and weights of a few rows of fixed logits: the router's softmax is no kernel of its own."""
+    if moe is None:
+        return ()
+    raw = bytearray(blake3(b"numem/self-test/routing/v1").digest(length=4 * _ROUTED * moe.experts))
+    logits = torch.frombuffer(raw, dtype=torch.int32).float().mul_(2.0**-29).view(_ROUTED, moe.experts)  # [-4, 4)
+    ids, weights = route(logits, moe.top_k, norm_topk=moe.norm_topk)
+    return np.ascontiguousarray(ids), np.ascontiguousarray(weights)

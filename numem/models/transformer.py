@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from numem.errors import ContextLengthError, InputError
+from numem.errors import ContextLengthError, InputError, UnsupportedModelError
 from numem.kernels.activation import softcap
+from numem.kernels.attention import HEAD_DIMS
 from numem.kernels.norm import layer_norm, rms_norm
 from numem.kernels.operations import Linear
 from numem.kernels.program import Call, Program, Tap
@@ -33,6 +35,11 @@ class Transformer:
     def __init__(self, descriptor: Descriptor, weights: Weights, *, dtype: str, max_position: int) -> None:
         if dtype not in DTYPES:
             raise InputError(f"transformer: dtype {dtype!r} is not one of {sorted(DTYPES)}")
+        if descriptor.head_dim not in HEAD_DIMS:
+            raise UnsupportedModelError(
+                f"config.json: head_dim {descriptor.head_dim} is not run; only multiples of {HEAD_DIMS.step} up to "
+                f"{HEAD_DIMS[-1]}"
+            )
         d = self.descriptor = descriptor
         self.dtype = dtype
         self.max_position = max_position
@@ -43,7 +50,8 @@ class Transformer:
         self._program = emit(d, self.weights, dtype)
         self._tapped: Program | None = None
         # The activations are kept between calls, for one call at a time: threads take turns.
-        self._turn = threading.Lock()
+        self._lock = threading.RLock()
+        self._running = False
 
     def forward(self, rows: Rows, storage: PageStorage, *, tap: Tap | None = None) -> torch.Tensor:
         """Evaluate rows; see `numem.runtime.engine.Decoder`.
@@ -53,7 +61,7 @@ class Transformer:
                 from its attention on.
         """
         self._head()
-        with self._turn:
+        with self._turn():
             logits = self._choose(tap).logits(self._call(rows, storage, tap))
         return torch.empty((0, self.vocab)) if logits is None else logits
 
@@ -63,7 +71,7 @@ class Transformer:
         Args:
             storage: pages of every layer, or of one that serves them all when nothing is to be kept.
         """
-        with self._turn:
+        with self._turn():
             return self._choose(tap).hidden(self._call(rows, storage, tap)).clone()
 
     def encode(self, texts: Sequence[Sequence[int]], wanted: str = "all") -> list[torch.Tensor]:
@@ -122,6 +130,17 @@ class Transformer:
             rows += len(text)
         if rows:
             yield texts[first:]
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._lock:
+            if self._running:
+                raise InputError("tap: a tap cannot run its own model; keep what it sees and run the model afterwards")
+            self._running = True
+            try:
+                yield
+            finally:
+                self._running = False
 
     def _head(self) -> Linear:
         if self.weights.head is None:

@@ -32,7 +32,7 @@ class Rows:
         slots: int64 [M], page * 16 + offset where the row's key and value go.
         lane: int32 [M], index into `tables`.
         tables: int32 [lanes, pages], block tables padded with -1.
-        wanted: int64 [R], rows whose logits are asked for.
+        wanted: int64 [R], rows whose logits are asked for, ascending.
         out: float32 [R, vocab], where they are to be written, or None.
         peaks: where the largest of each of them is to be noted, or None.
         lengths: int32 [lanes], tokens of each lane, for a model whose rows see what follows them; None else.
@@ -332,7 +332,7 @@ def whole_texts(texts: Sequence[Sequence[int]], wanted: str = "all") -> tuple[Ro
         The rows, and how many pages, from 0 on, their tables name.
 
     Raises:
-        InputError: no text, or one without tokens.
+        InputError: no text, one without tokens, or tokens that are no whole numbers.
     """
     counts = [len(text) for text in texts]
     if not counts or not min(counts):
@@ -347,7 +347,10 @@ def whole_texts(texts: Sequence[Sequence[int]], wanted: str = "all") -> tuple[Ro
     lane = np.arange(len(texts), dtype=np.int32).repeat(counts)
     positions = np.arange(ends[-1]) - starts[lane]
     asked = {"all": np.arange(ends[-1]), "first": starts, "last": ends - 1}[wanted]
-    arrays = (np.concatenate(texts).astype(np.int64), positions, firsts[lane] * PAGE_TOKENS + positions, lane, tables)
+    ids = np.concatenate(texts)
+    if ids.dtype.kind not in "iu":
+        raise InputError(f"texts: token ids are {ids.dtype}, not whole numbers")
+    arrays = (ids.astype(np.int64), positions, firsts[lane] * PAGE_TOKENS + positions, lane, tables)
     tokens, places, slots, lanes, table = (torch.from_numpy(a) for a in arrays)
     lengths = torch.tensor(counts, dtype=torch.int32)
     return Rows(tokens, places, slots, lanes, table, torch.from_numpy(asked), lengths=lengths), int(firsts[-1])

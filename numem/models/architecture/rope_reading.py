@@ -11,6 +11,8 @@ rotated by another base, so a restored prefix could not equal a recomputed one.
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from numem.errors import CheckpointError, UnsupportedModelError
 from numem.models.architecture.config import finite
 from numem.models.architecture.families import Family
@@ -18,6 +20,8 @@ from numem.models.architecture.rope import KINDS, Rope
 from numem.models.architecture.rope_kinds import longrope_attention, yarn_attention
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+# Of an angle: beyond it float32 has none.
+_LARGEST = float(np.finfo(np.float32).max)
 _PRETRAINED = ("llama3", "yarn", "longrope")
 
 # Parameters beside theta that change the frequencies, per kind: name -> default (None: required).
@@ -114,19 +118,33 @@ def _read(
     attention_factor, factors = 1.0, tuple[float, ...]()
     if kind == "llama3" and params["high_freq_factor"] <= params["low_freq_factor"]:
         raise CheckpointError("config.json: rope high_freq_factor must be greater than low_freq_factor")
+    given = _given(merged, "attention_factor")
     if kind == "yarn":
-        params["truncate"] = float(bool(merged.get("truncate", True)))
-        attention_factor = _given(merged, "attention_factor") or yarn_attention(
-            params["factor"], _given(merged, "mscale"), _given(merged, "mscale_all_dim")
-        )
+        truncate = merged.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise CheckpointError(f"config.json: rope truncate is {truncate!r}, not true or false")
+        params["truncate"] = float(truncate)
+        mscales = _given(merged, "mscale"), _given(merged, "mscale_all_dim")
+        attention_factor = yarn_attention(params["factor"], *mscales) if given is None else given
     if kind == "longrope":
         original = params["original_max_position_embeddings"]
+        if original < 2 or original % 1:
+            raise CheckpointError(
+                f"config.json: rope original_max_position_embeddings {original!r} is not a whole number of at least 2"
+            )
         factors = _factors(merged, "short_factor", dim)
         _factors(merged, "long_factor", dim)
-        attention_factor = _given(merged, "attention_factor") or longrope_attention(
-            _given(merged, "factor") or max_pos / original, original
-        )
-    return Rope(kind, theta, dim, False, params, attention_factor, factors)
+        factor = _given(merged, "factor")
+        made = longrope_attention(max_pos / original if factor is None else factor, original)
+        attention_factor = made if given is None else given
+    if attention_factor <= 0:
+        raise CheckpointError(f"config.json: rope attention_factor {attention_factor!r} must be positive")
+    rope = Rope(kind, theta, dim, False, params, attention_factor, factors)
+    with np.errstate(all="ignore"):
+        largest = float(rope.inv_freq().max()) * max_pos * max(1.0, attention_factor)
+    if not largest < _LARGEST:
+        raise CheckpointError(f"config.json: the values of rope {kind!r} make angles that are not finite")
+    return rope
 
 
 def _rotated(merged: Mapping[str, Any], kind: str, family: Family, head_dim: int) -> int:

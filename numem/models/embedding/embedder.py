@@ -19,7 +19,7 @@ from numem.models.embedding.pooling import WANTED, Head, pool, probe
 from numem.models.embedding.prompts import PUBLISHED, QUERY, QWEN3_QUERY, Prompts, read_prompts
 from numem.models.hub.registry import resolve
 from numem.models.numerics import policy_of
-from numem.models.text.tokenizer import Tokenizer
+from numem.models.text.tokenizer import Tokenizer, check_text
 from numem.models.transformer import Transformer
 from numem.models.weights.checkpoint import Checkpoint
 from numem.models.weights.loader import Weights
@@ -29,6 +29,9 @@ from numem.runtime.paging.pages import PageStorage, kv_spec
 # Pages of one pass, unless a single text needs more: they bound the memory, and any value gives the same bits. This one
 # keeps the activations of a layer in cache.
 PASS_PAGES = 64
+
+# Texts that are split into tokens, evaluated and finished together: they bound the memory too.
+SLICE_TEXTS = 1024
 
 # Qwen3-Embedding pools the row of this token, which its tokenizer appends to every text.
 _QWEN3_END = "<|endoftext|>"
@@ -98,21 +101,22 @@ class Embedder:
             InputError: not a list of texts, a dim that the model does not have, an unknown kind, or an instruction for a
                 model that takes none.
         """
-        return self._embed(self.tokenize(texts, instruct=instruct, kind=kind), self._head.check(dim))
+        texts, prompt = _checked(texts, instruct), self.prompts.of(kind, instruct)
+        out = np.empty((len(texts), self._head.check(dim)), dtype=np.float32)
+        for at in range(0, len(texts), SLICE_TEXTS):
+            part = slice(at, at + SLICE_TEXTS)
+            out[part] = self._embed(self._ids(texts[part], prompt, at), dim)
+        return out
 
     def tokenize(
         self, texts: Iterable[str], *, instruct: str | None = None, kind: str | None = None
     ) -> list[list[int]]:
         """Token ids of texts as `embed_texts` reads them."""
-        if isinstance(texts, str | bytes):
-            raise InputError("embed: a single text was given; give a list of texts")
-        texts = list(texts)
-        for at, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise InputError(f"embed: text {at} is a {type(text).__name__}, not a string")
-        if instruct is not None and not isinstance(instruct, str):
-            raise InputError(f"embed: instruct is a {type(instruct).__name__}, not a string")
-        ids = self._encoder.encode(texts, self.prompts.of(kind, instruct))
+        return self._ids(_checked(texts, instruct), self.prompts.of(kind, instruct), 0)
+
+    def _ids(self, texts: Sequence[str], prompt: str, first: int) -> list[list[int]]:
+        """Token ids of texts, of which the first is number `first` in messages."""
+        ids = self._encoder.encode(texts, prompt, first)
         largest = max(map(max, ids), default=0)
         if largest >= self.descriptor.vocab:
             raise CheckpointError(
@@ -120,7 +124,7 @@ class Embedder:
             )
         return ids
 
-    def _embed(self, ids: list[list[int]], dim: int) -> np.ndarray:
+    def _embed(self, ids: list[list[int]], dim: int | None) -> np.ndarray:
         pooled = np.empty((len(ids), self.descriptor.hidden), dtype=np.float32)
         with self._turn:
             for start, end in passes([len(one) for one in ids], PASS_PAGES):
@@ -137,6 +141,18 @@ class Embedder:
             spec = kv_spec(1, t.kv_heads, t.head_dim, t.dtype)
             self._storage = PageStorage(spec, t.kv_heads, t.head_dim, max(count, PASS_PAGES))
         return self._storage
+
+
+def _checked(texts: Iterable[str], instruct: str | None) -> list[str]:
+    """The texts as a list, each a string of whole characters."""
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        raise InputError(f"embed: texts is a {type(texts).__name__}; give a list of texts")
+    texts = list(texts)
+    for at, text in enumerate(texts):
+        check_text(text, f"embed: text {at}")
+    if instruct is not None:
+        check_text(instruct, "embed: instruct")
+    return texts
 
 
 def passes(lengths: Sequence[int], pages: int) -> Iterator[tuple[int, int]]:

@@ -57,8 +57,11 @@ class TextEncoder:
                 f"{len(self.prefix) + len(self.suffix)} that stand at the ends of every text"
             )
 
-    def encode(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
+    def encode(self, texts: Sequence[str], prompt: str = "", first: int = 0) -> list[list[int]]:
         """Ids of each text behind a prompt, at most `limit` of them.
+
+        Args:
+            first: number of the first text in messages.
 
         Raises:
             InputError: a text without a token, by its index, or broken Unicode.
@@ -74,7 +77,9 @@ class TextEncoder:
             if len(ids) > self.limit:
                 out[at] = ids[:keep] + self.suffix
             elif not ids:
-                raise InputError(f"embed: text {at} has no tokens; this model adds none, so it must not be empty")
+                raise InputError(
+                    f"embed: text {first + at} has no tokens; this model adds none, so it must not be empty"
+                )
         return out
 
     def describe(self) -> dict[str, Any]:
@@ -140,6 +145,6 @@ def _limit(files: ModelFiles, name: str, key: str, config: Mapping[str, Any]) ->
     value = config.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
         raise CheckpointError(f"{files.directory / name}: {key} is {value!r}, not a number of tokens")
     return None if value >= _NO_LIMIT else int(value)

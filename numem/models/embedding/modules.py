@@ -179,7 +179,7 @@ def _dense(files: ModelFiles, folder: str, width: int) -> Dense:
     config, path = files.json(name), files.directory / name
     _refuse_others(files, name, config, _DENSE_SETTINGS)
     activation = config.get("activation_function")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"{path}: activation_function {activation!r} is not run; known: {', '.join(_ACTIVATIONS)}"
         )
@@ -199,6 +199,11 @@ def _dense(files: ModelFiles, folder: str, width: int) -> Dense:
         raise CheckpointError(f"{path}: in_features is {inner}, but the module before it gives {width}")
     parts: list[Any] = [b"numem/dense/v1"]
     for key, info in sorted(weights.tensors.items()):
+        values = weights.tensor(key)
+        if not values.is_floating_point() or not values.isfinite().all():
+            raise CheckpointError(
+                f"{files.directory / stored}: {key} ({info.dtype}) has values that are no finite numbers"
+            )
         parts += [f"{key} {info.dtype} {list(info.shape)}".encode(), weights.buffer(key)]
     bias = weights.tensor("linear.bias") if expected else None
     return Dense(weights.tensor("linear.weight"), bias, _ACTIVATIONS[activation], blake3_of(parts))

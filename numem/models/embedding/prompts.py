@@ -56,8 +56,9 @@ class Prompts:
         Raises:
             InputError: no such kind, an instruction for another kind than a query, or for a model that takes none.
         """
-        kind = kind or (DOCUMENT if instruct is None else QUERY)
-        if kind not in _NAMES and kind not in self.texts:
+        if kind is None:
+            kind = DOCUMENT if instruct is None else QUERY
+        if not isinstance(kind, str) or (kind not in _NAMES and kind not in self.texts):
             known = sorted({QUERY, DOCUMENT, *self.texts})
             raise InputError(f"embed: kind {kind!r} is not one of {', '.join(known)}")
         names = _NAMES.get(kind, (kind,))
@@ -96,6 +97,6 @@ def read_prompts(files: ModelFiles, fallback: Mapping[str, str]) -> Prompts:
     if not isinstance(given, dict) or not all(isinstance(text, str | None) for text in given.values()):
         raise CheckpointError(f"{path}: prompts is not an object of texts")
     default = config.get("default_prompt_name")
-    if default is not None and default not in given:
+    if default is not None and (not isinstance(default, str) or default not in given):
         raise CheckpointError(f"{path}: default_prompt_name {default!r} is not among its prompts")
     return Prompts({**fallback, **{name: text or "" for name, text in given.items()}}, default)

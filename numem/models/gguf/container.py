@@ -110,6 +110,18 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: metadata {key} is a {type(value).__name__}")
         return value
 
+    def items(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+        """A list of the metadata, required where there is no default.
+
+        Raises:
+            CheckpointError: it is missing, or one of its items is of another kind.
+        """
+        found: list[Any] = self.get(key, list, default, required=default is None)
+        other = next((type(item).__name__ for item in found if type(item) is not kind), None)
+        if other is not None:
+            raise CheckpointError(f"{self.path}: metadata {key} holds a {other}; it is a list of {kind.__name__}")
+        return found
+
     def convert(self, name: str, dtype: str, to: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """A tensor in another form, of which float32 exists only block by block.
 

@@ -116,6 +116,10 @@ def _config(file: GgufFile, recipe: Recipe) -> dict[str, Any]:
     hidden = value("embedding_length", int, required=True)
     heads = value("attention.head_count", int, required=True)
     layers = value("block_count", int, required=True)
+    if not 0 < layers <= len(file.tensors):  # a list of one entry a layer is made below
+        raise CheckpointError(
+            f"{file.path}: {prefix}.block_count is {layers}, but there are {len(file.tensors)} tensors"
+        )
     head_dim = value("attention.key_length", int, hidden // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if value(key, int, head_dim) != head_dim:

@@ -4,6 +4,7 @@ Two kinds: `gpt2`, byte-level pairs with their merges and a named pre-tokenizer,
 merges follow from the tokens' scores.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ def _byte_level(values: GgufFile, vocab: dict[str, int], types: Sequence[int]) -
             f"{values.path}: pre-tokenizer {pre!r} is not imported; known: {', '.join(_SPLITS)}"
         )
     split = _SPLITS[pre]
-    merges = _pairs(values.path, values.get("tokenizer.ggml.merges", list, required=True), vocab)
+    merges = _pairs(values.path, values.items("tokenizer.ggml.merges", str), vocab)
     options = {"ignore_merges": True} if split.whole else {}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
@@ -140,9 +141,11 @@ def _byte_level(values: GgufFile, vocab: dict[str, int], types: Sequence[int]) -
 
 
 def _sentence_pieces(values: GgufFile, vocab: dict[str, int], types: Sequence[int]) -> Tokenizer:
-    scores = values.get("tokenizer.ggml.scores", list, required=True)
+    scores = values.items("tokenizer.ggml.scores", float)
     if len(scores) < len(vocab):
         raise CheckpointError(f"{values.path}: {len(vocab)} tokens but {len(scores)} scores")
+    if not all(map(math.isfinite, scores)):
+        raise CheckpointError(f"{values.path}: metadata tokenizer.ggml.scores holds what is no finite number")
     # A user's own token is one symbol before any pair is joined: nothing ranks above it.
     scores = [0.0 if kind == USER_DEFINED else score for score, kind in zip(scores, types, strict=False)]
     missing = [i for i in range(256) if f"<0x{i:02X}>" not in vocab]
@@ -171,8 +174,8 @@ _MODELS: dict[str, Callable[[GgufFile, dict[str, int], Sequence[int]], Tokenizer
 
 def _tokens(values: GgufFile) -> tuple[list[str], list[int]]:
     """Tokens and their types by id, without the fillers that only pad the embedding."""
-    tokens: list[str] = values.get("tokenizer.ggml.tokens", list, required=True)
-    types: list[int] = values.get("tokenizer.ggml.token_type", list, [NORMAL] * len(tokens))
+    tokens: list[str] = values.items("tokenizer.ggml.tokens", str)
+    types: list[int] = values.items("tokenizer.ggml.token_type", int, [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise CheckpointError(f"{values.path}: {len(tokens)} tokens but {len(types)} token types")
     count = len(tokens)

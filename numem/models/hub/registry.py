@@ -120,7 +120,9 @@ def resolve(
             raise CheckpointError(f"{path}: no config.json; not a Hugging Face model directory")
         return path
     if is_file and path.suffix == ".gguf":
-        raise UnknownModelError(f"{path}: a GGUF file is imported first, then its directory is loaded")
+        raise UnknownModelError(
+            f"{path}: a GGUF file is imported first (`numem models import`), then its directory is loaded"
+        )
     raise UnknownModelError(f"unknown model {name[:80]!r}: no such key and no such directory; {_near(name)}")
 
 

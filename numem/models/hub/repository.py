@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import os
 import re
 import shutil
 import time
@@ -53,6 +52,9 @@ def fetch_hub(source: HubSource, out_dir: Path, *, endpoint: str | None = None) 
     """
     partial = out_dir.with_name(out_dir.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
+    for path in partial.rglob("*"):
+        if path.is_symlink():  # not ours: nothing is written through it
+            path.unlink()
     try:
         commit, listed = _listing(source, partial, endpoint)
         if "config.json" not in listed:
@@ -82,7 +84,10 @@ def _listing(source: HubSource, partial: Path, endpoint: str | None) -> tuple[st
     revision = source.revision or (marker.read_text("utf-8") if marker.is_file() else None)
 
     def info(at: str | None) -> Any:
-        return _retried(lambda: api.model_info(source.repo, revision=at, files_metadata=True, timeout=TIMEOUT_S))
+        try:
+            return _retried(lambda: api.model_info(source.repo, revision=at, files_metadata=True, timeout=TIMEOUT_S))
+        except (TypeError, LookupError, AttributeError) as error:
+            raise FetchError(f"hub: {source.repo}: the listing lacks what a listing has: {error!r}") from error
 
     found = info(revision)
     commit = str(found.sha)
@@ -92,8 +97,11 @@ def _listing(source: HubSource, partial: Path, endpoint: str | None) -> tuple[st
         # The listing above may be of a head that moved since: list again at the commit itself.
         found = info(commit)
     marker.write_text(commit, "utf-8")
-    names = {sibling.rfilename: sibling for sibling in found.siblings or ()}
-    return commit, {name: sibling for name, sibling in names.items() if is_wanted(name)}
+    wanted = {sibling.rfilename: sibling for sibling in found.siblings or () if is_wanted(sibling.rfilename)}
+    for name, sibling in wanted.items():
+        if not isinstance(sibling.size, int) or sibling.size < 0:
+            raise FetchError(f"hub: {source.repo} lists {name} with size {sibling.size!r}, which is none")
+    return commit, wanted
 
 
 def is_wanted(name: str) -> bool:
@@ -119,7 +127,7 @@ def _download(repo: str, name: str, commit: str, partial: Path, sibling: Any, en
         target.parent.mkdir(exist_ok=True)
         part = target.with_name(target.name + PART)
         # A small file may come compressed, so that an offset into it would mean nothing.
-        if part.exists() and (sibling.lfs is None or part.stat().st_size > (sibling.size or 0)):
+        if part.exists() and (sibling.lfs is None or part.stat().st_size > sibling.size):
             part.unlink()
         url = huggingface_hub.hf_hub_url(repo, name, revision=commit, endpoint=endpoint)
         _retried(lambda: _append(url, part, sibling.size))
@@ -153,7 +161,7 @@ def _verify(directory: Path, name: str, sibling: Any) -> str:
 
 def _check_room(repo: str, partial: Path, siblings: list[Any]) -> None:
     there = sum(path.stat().st_size for path in partial.rglob("*.safetensors*"))
-    need = sum(sibling.size or 0 for sibling in siblings) - there
+    need = sum(sibling.size for sibling in siblings) - there
     free = shutil.disk_usage(partial).free
     if need > free:
         raise FetchError(
@@ -203,7 +211,7 @@ def _explain(repo: str, partial: Path, error: Exception) -> str:
             f"a token that may read it, and accept its terms at https://huggingface.co/{repo}"
         )
     reason = " ".join(str(error).split()) or type(error).__name__
-    token = os.environ.get("HF_TOKEN")
+    token = huggingface_hub.get_token()
     if token:
         reason = reason.replace(token, "<token>")
     return (

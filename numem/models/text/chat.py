@@ -15,8 +15,24 @@ TEMPLATE_FILE = "chat_template.jinja"
 LEGACY_FILE = "chat_template.json"
 
 
+# Characters or items that a product may have, and bits of a power.
+_MOST = 1 << 24
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox, which also stops at what it would merely print as nothing."""
+    """Jinja's immutable sandbox, which also stops at what it would merely print as nothing, and at products and powers
+    that would fill the memory; these are never computed while a template is compiled."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            size = max(_length(left) * _whole(right), _length(right) * _whole(left))
+        else:
+            size = abs(_whole(left)).bit_length() * _whole(right)
+        if size > _MOST:
+            raise MemoryError
+        return super().call_binop(context, operator, left, right)
 
     def unsafe_undefined(self, obj: object, attribute: str) -> jinja2.Undefined:
         raise jinja2.exceptions.SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is unsafe")
@@ -101,6 +117,14 @@ def read_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> ChatT
     if not isinstance(value, str):
         raise CheckpointError(f"{path}: chat_template is a {type(value).__name__}, not text")
     return ChatTemplate(value, str(path))
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

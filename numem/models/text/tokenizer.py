@@ -1,6 +1,7 @@
 """Text to token ids and back, from the tokenizer.json of a model directory."""
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -46,8 +47,14 @@ class Tokenizer:
         self._document = read_json(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the tokenizers library raises nothing narrower
+        except BaseException as error:  # the library raises nothing narrower, and its panics are no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise CheckpointError(f"{path}: not a tokenizer: {' '.join(str(error).split())}") from error
+        # The library takes a step written as a list of its values too; what is read here are objects.
+        for name in ("normalizer", "decoder"):
+            if not isinstance(self._document.get(name), dict | None):
+                raise CheckpointError(f"{path}: {name} is a {type(self._document[name]).__name__}, not an object")
         # A file may carry the limits of an embedding service; a prompt is never cut or padded silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -77,13 +84,13 @@ class Tokenizer:
 
         A text that begins with the BOS, as a rendered chat does, gets no second one.
         """
-        _check_text(text)
+        check_text(text)
         return self._with_bos(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, in one call of the library."""
-        for text in texts:
-            _check_text(text)
+        for number, text in enumerate(texts):
+            check_text(text, f"text {number}")
         return [self._with_bos(e.ids) for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -110,7 +117,7 @@ class Tokenizer:
 
     def encode_piece(self, text: str) -> list[int]:
         """Ids of a text that stands after others or says all by itself: nothing is added at its ends."""
-        _check_text(text)
+        check_text(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -121,7 +128,7 @@ class Tokenizer:
                 f"{self.directory}: the model has no chat template; give a plain prompt instead of messages"
             )
         text = self.template.render(messages, add_generation_prompt=add_generation_prompt, tokens=self._special)
-        _check_text(text)
+        check_text(text)
         return text
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
@@ -166,7 +173,10 @@ class Tokenizer:
             )
 
     def _known(self, token: int) -> int:
-        number = int(token)
+        try:
+            number = operator.index(token)
+        except TypeError as error:
+            raise InputError(f"token id {str(token)[:40]!r} is a {type(token).__name__}, not a whole number") from error
         if not 0 <= number < max(self.vocab_size, self.padded_vocab_size):
             raise InputError(f"token id {number} lies outside [0, {max(self.vocab_size, self.padded_vocab_size)})")
         return number
@@ -192,8 +202,11 @@ class Tokenizer:
         return next(iter(fallback), None) if number is None else number
 
 
-def _check_text(text: str) -> None:
+def check_text(text: str, name: str = "text") -> None:
+    """Raise InputError, which calls the text by `name`, unless it is a string of whole characters."""
+    if not isinstance(text, str):
+        raise InputError(f"{name} is a {type(text).__name__}, not a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"text: character {error.start} is half of a surrogate pair; give valid Unicode") from error
+        raise InputError(f"{name}: character {error.start} is half of a surrogate pair; give valid Unicode") from error

@@ -97,14 +97,18 @@ class Merge:
     """
 
     def __init__(self, adapters: Sequence[Given], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.adapters = tuple(
-            read_adapter(*given) if isinstance(given, tuple) else read_adapter(given) for given in adapters
-        )
+        self.adapters = tuple(read_adapter(*_given(each)) for each in _listed(adapters))
         self._updates: dict[str, list[tuple[PackedLinear, Tensor]]] = {}
         for adapter in self.adapters:
+            seen: dict[str, str] = {}
             for module, update in adapter.updates.items():
                 name = _target(adapter, module, update, shapes)
-                made = (PackedLinear(update.a.t().contiguous()), update.b * (adapter.scale * update.factor))
+                if seen.setdefault(name, module) != module:
+                    raise CheckpointError(f"adapter {adapter.directory}: {seen[name]} and {module} are both {name}")
+                b = update.b * (adapter.scale * update.factor)
+                if not bool(torch.isfinite(b).all()):
+                    raise InputError(f"adapter {adapter.directory}: scale {adapter.scale:g} overflows {module}")
+                made = (PackedLinear(update.a.t().contiguous()), b)
                 self._updates.setdefault(name, []).append(made)
 
     def changes(self, name: str) -> bool:
@@ -121,6 +125,19 @@ class Merge:
     def describe(self) -> list[dict[str, Any]]:
         """What joins the fingerprint."""
         return [adapter.describe() for adapter in self.adapters]
+
+
+def _listed(adapters: Sequence[Given]) -> Sequence[Given]:
+    if isinstance(adapters, str | bytes):
+        raise InputError(f"adapters: {adapters!r} is one directory; give a list of them")
+    return adapters
+
+
+def _given(each: Given) -> tuple[str | Path, float]:
+    pair = each if isinstance(each, tuple) else (each, 1.0)
+    if len(pair) != 2 or not isinstance(pair[0], str | Path):
+        raise InputError(f"adapters: {each!r} is neither a directory nor (directory, scale)")
+    return pair
 
 
 def read_adapter(directory: str | Path, scale: float = 1.0) -> Adapter:
@@ -191,7 +208,9 @@ def _pairs(path: Path, file: SafetensorsFile) -> dict[str, dict[str, str]]:
             )
         if info.dtype not in _FLOATS:
             raise CheckpointError(f"adapter {path}: tensor {name} is {info.dtype}; expected F32, F16 or BF16")
-        pairs.setdefault(found["module"], {})[found["side"]] = name
+        sides = pairs.setdefault(found["module"], {})
+        if sides.setdefault(found["side"], name) != name:
+            raise CheckpointError(f"adapter {path}: {sides[found['side']]} and {name} are the same matrix")
     if not pairs:
         raise CheckpointError(f"adapter {path}: {TENSORS} holds no tensors")
     for module, sides in pairs.items():

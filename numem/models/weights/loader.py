@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from numem.errors import UnsupportedModelError
 from numem.identity.canonical import canonical_json
 from numem.kernels.formats import FORMATS
 from numem.kernels.linear import PackedLinear
@@ -25,8 +26,10 @@ Linear = PackedLinear | QuantisedLinear
 # Never rounded: a router that flips between two experts changes everything after it.
 _FLOAT32_ROLES = frozenset({"moe_router"})
 
-# Stored dtypes that kernels convert by themselves.
+# Stored dtypes that kernels convert by themselves, and those that are weights at all: integers and eight-bit floats need
+# scales that lie elsewhere.
 _READ = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_STORED = _READ | {torch.float64}
 
 # Bytes of a matrix that are looked at or merged at a time.
 _SLAB = 4 << 20
@@ -64,6 +67,12 @@ class Weights:
             quantisation.check_scheme(quantise)
         shapes = checkpoint.shapes()
         descriptor.check_shapes(shapes)
+        for name in descriptor.shapes():
+            if checkpoint.dtype(name) not in _STORED:
+                raise UnsupportedModelError(
+                    f"tensor {name} is stored as {str(checkpoint.dtype(name)).removeprefix('torch.')}; quantised weights "
+                    "are not read, use the float checkpoint"
+                )
         self.checkpoint = checkpoint
         self.descriptor = descriptor
         self.dtype = dtype
@@ -138,7 +147,9 @@ class Weights:
 
     def release(self) -> None:
         """Say that the model is made: what was quantised is kept for the next load, and no longer held here."""
-        if self._file is not None and any(self._kept.get(group, ...) != stream for group, stream in self._made.items()):
+        if self._file is not None and any(
+            self._kept.get(group, ...) is not stream for group, stream in self._made.items()
+        ):
             self._file.save(self._made)
         self._kept, self._made = {}, {}
 
@@ -150,9 +161,10 @@ class Weights:
         n, k = sum(len(part) for part in stored), stored[0].shape[1]
         made: QuantisedLinear | None = None
         stream = self._kept.get(group)
-        if stream is not None and (stream.n, stream.k) == (n, k):
-            made = QuantisedLinear.of_planes(stream.format, n, k, stream.planes, bias)
-        elif group not in self._kept:
+        if group in self._kept and (stream is None or (stream.n, stream.k) == (n, k)):
+            made = None if stream is None else QuantisedLinear.of_planes(stream.format, n, k, stream.planes, bias)
+        else:
+            stream = None
             chosen = quantisation.choose(self.quantise or "", roles, k, lambda: self._slabs(sources))
             if chosen is not None:
                 made = QuantisedLinear.of_parts(

@@ -126,14 +126,16 @@ def _read(path: Path, key: str) -> Streams:
     if metadata.get("digest") != _digest(key, groups, tensors):
         raise CheckpointError(f"{path}: its bytes differ from their digest")
     streams: Streams = {}
-    for group, entry in json.loads(groups).items():
-        prefix = f"{group}/"
-        planes = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-        if entry is None:
-            streams[group] = None
-        else:
-            format_, n, k = entry
-            streams[group] = Stream(format_, n, k, planes)
+    try:
+        for group, entry in json.loads(groups).items():
+            planes = {name.removeprefix(f"{group}/"): t for name, t in tensors.items() if name.startswith(f"{group}/")}
+            if entry is None:
+                streams[group] = None
+            else:
+                format_, n, k = entry
+                streams[group] = Stream(format_, n, k, planes)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: its table of matrices is malformed") from error
     return streams
 
 
