@@ -1,7 +1,8 @@
 """Linear layers on quantised weights (formats: `numem.kernels.formats`, docs/quantisation.md).
 
-Activations are quantised per block of 32: scale d = largest / 127, codes x * (127 / largest) rounded, ties to even; a
-block below 2^-112 counts as zeros, one with a NaN or infinity makes its row NaN. An output is one chain over the blocks
+Activations are quantised per block of 32 to 16 bits in two bytes: t = x * (127 / largest), high byte t rounded, low byte
+the rest * 256 rounded within 127, ties to even; scale d = largest / 127 / 256; a block below 2^-100 counts as zeros, one
+with a NaN or infinity makes its row NaN. An output is one chain over the blocks
 in order, acc = fma(scale * d, integer sum of products, acc), then with mins acc = fma(min, d * sum of codes, acc); at
 the end * unit, + bias, + residual. The bits of a row depend neither on the other rows nor on threads nor on the
 instruction set. The reference has the same order, each fused step in float64.
@@ -21,7 +22,7 @@ from numem.kernels.linear import Peaks
 _linear = native.function("nm_quantised_linear")
 _rows = native.function("nm_quantised_rows")
 
-_SMALLEST = 2.0**-112
+_SMALLEST = 2.0**-100
 
 
 class QuantisedLinear:
@@ -166,15 +167,15 @@ class QuantisedLinear:
             )
 
     def _reference(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
-        """The kernels' chain, a panel at a time: sums of products are exact integers in float32 in any order."""
+        """The kernels' chain, a panel at a time: sums of products are exact integers in float64 in any order."""
         codes, scales, sums = quantise_activations(x, self.format.span, self.format.block)
         for panel in range(len(self._records)):
             grid = formats.unpack(self._records[panel : panel + 1], self.format)
             scale, low = grid.effective()
-            weights = grid.codes.view(formats.COLUMNS, -1, self.format.block).float() - self.format.zero
+            weights = grid.codes.view(formats.COLUMNS, -1, self.format.block).double() - self.format.zero
             acc = torch.zeros((len(x), formats.COLUMNS))
             for b in range(scale.shape[1]):
-                step = (codes[:, b, None, :] * weights[None, :, b, :]).sum(-1)
+                step = (codes[:, b, None, :].double() * weights[None, :, b, :]).sum(-1).float()
                 acc = _fused(scale[:, b] * scales[:, b, None], step, acc)
                 if low is not None:
                     acc = _fused(low[:, b], (scales[:, b] * sums[:, b])[:, None], acc)
@@ -195,7 +196,7 @@ def quantise_activations(x: Tensor, span: int = 32, block: int = 32) -> tuple[Te
     Scales are of blocks of 32, repeated for each `block` of 16 where weights have those.
 
     Returns:
-        codes [M, K / block, block] of integers within 127; scales and sums [M, K / block].
+        codes [M, K / block, block] of integers, 256 * high + low; scales and sums [M, K / block].
     """
     rows, width = x.shape
     padded = torch.nn.functional.pad(x, (0, -width % span)).view(rows, -1, 32)
@@ -203,7 +204,9 @@ def quantise_activations(x: Tensor, span: int = 32, block: int = 32) -> tuple[Te
     whole = torch.isfinite(padded).all(2)
     used = whole & (largest >= _SMALLEST)
     safe = torch.where(used, largest, 1.0)
-    codes = torch.where(used[..., None], padded * (127.0 / safe)[..., None], 0.0).round_()
-    scales = torch.where(used, safe / 127.0, torch.where(whole, 0.0, torch.nan))
+    exact = torch.where(used[..., None], padded * (127.0 / safe)[..., None], 0.0)
+    high = exact.round()
+    codes = 256.0 * high + ((exact - high) * 256.0).round_().clamp_(-127.0, 127.0)
+    scales = torch.where(used, safe / 127.0 / 256.0, torch.where(whole, 0.0, torch.nan))
     codes = codes.view(rows, -1, block)
     return codes, scales.repeat_interleave(32 // block, 1), codes.sum(2)

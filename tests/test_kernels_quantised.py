@@ -128,23 +128,23 @@ def test_the_torch_reference_has_the_same_order(name: str) -> None:
 @pytest.mark.parametrize("path", [*ISAS, "torch"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_product_is_near_that_of_the_dequantised_weights(path: str, name: str) -> None:
-    """|error| <= sum |w| d / 2 over the blocks (half a step of the activations) and one rounding a step."""
+    """|error| <= sum |w| d over the blocks (a step of the activations) and one rounding a step."""
     native.use(path)
     for n, k in SHAPES:
         weight, _, x, _ = case(n, k, 20)
         layer = QuantisedLinear(weight, name)
         wide = formats.dequantise(layer.planes(), name, n, k).double().abs()
-        steps = torch.nn.functional.pad(x, (0, -k % 32)).view(20, -1, 32).abs().amax(2).double() / 254
+        steps = torch.nn.functional.pad(x, (0, -k % 32)).view(20, -1, 32).abs().amax(2).double() / (127 * 256)
         allowed = steps.repeat_interleave(32, 1)[:, :k] @ wide.T + (k + 9) * 2.0**-22 * (x.double().abs() @ wide.T)
         exact = x.double() @ formats.dequantise(layer.planes(), name, n, k).double().T
         assert bool(((layer(x).double() - exact).abs() <= allowed).all())
 
 
-def test_activations_are_quantised_to_even_within_127() -> None:
-    x = torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0, *[0.0] * 27, 1e-36, *[0.0] * 31]])
+def test_activations_have_sixteen_bits_in_two_bytes_within_127() -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0, 3.25, *[0.0] * 26, 1e-36, *[0.0] * 31]])
     codes, scales, sums = quantise_activations(x)
-    assert codes[0, 0, :5].tolist() == [127, 0, 2, -2, -127] and scales[0].tolist() == [1.0, 0.0]
-    assert sums[0].tolist() == [0, 0]
+    assert codes[0, 0, :6].tolist() == [127 * 256, 127, 2 * 256 - 127, -2 * 256 - 127, -127 * 256, 3 * 256 + 64]
+    assert scales[0].tolist() == [2.0**-8, 0.0] and sums[0].tolist() == [127 + 512 - 127 - 512 - 127 + 832, 0]
 
 
 @pytest.mark.parametrize("path", [*ISAS, "torch"])

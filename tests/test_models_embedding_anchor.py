@@ -70,13 +70,10 @@ def vectors(minilm: Embedder) -> np.ndarray:
     return minilm.embed_texts(sentences(200))
 
 
-@pytest.mark.parametrize(("quantise", "mean", "least"), [("q8", 0.9995, 0.999), ("q4", 0.95, 0.92)])
-def test_quantised_vectors_are_near(
-    minilm: Embedder, vectors: np.ndarray, quantise: str, mean: float, least: float
-) -> None:
-    """Cosine with float32 over 200 texts. With 4 bits and one scale a block the mean keeps 0.95 (0.966), not every text
-    (0.940): the layers cost it, the embedding table hardly anything."""
+@pytest.mark.parametrize(("quantise", "least"), [("q8", 0.999), ("q4", 0.95), ("q4a", 0.95), ("q4k", 0.95)])
+def test_quantised_vectors_are_near(minilm: Embedder, vectors: np.ndarray, quantise: str, least: float) -> None:
+    """Cosine with float32 of every one of 200 texts."""
     other = load_embedder(MODEL, quantise=quantise)
     found = cosines(other.embed_texts(sentences(200)), vectors)
-    assert found.mean() >= mean and found.min() >= least
+    assert found.min() >= least
     assert any(name.startswith("semantic.quantisation") for name in minilm.identity.compare(other.identity).fields)

@@ -46,15 +46,21 @@ def never(*arguments: object, **options: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "layers", "tables", "error"),
-    [("q8", "q8", "q8", 0.1), ("q4", "q4", "q8", 0.9), ("q4a", "q4a", "q8", 0.9), ("q4k", "q4a", "q8", 0.9)],
+    ("scheme", "layers", "tables", "qkv", "error"),
+    [
+        ("q8", "q8", "q8", "q8", 0.1),
+        ("q4", "q4", "q8", "q8", 0.9),
+        ("q4a", "q4a", "q8", "q4a", 0.9),
+        ("q4k", "q4a", "q8", "q4a", 0.9),
+    ],
 )
 def test_every_matrix_has_the_format_of_its_scheme(
-    model: Path, scheme: str, layers: str, tables: str, error: float
+    model: Path, scheme: str, layers: str, tables: str, qkv: str, error: float
 ) -> None:
     """Rows of 64 are no super-block, so q4k takes the 4-bit format that divides them."""
     lm = load_lm(model, quantise=scheme)
     expected = {role: layers for role in LAYER_ROLES} | {"embed": tables, "lm_head": tables}
+    expected |= {f"attn_{part}": qkv for part in "qkv"}
     versions = {role: f"{name}/{formats.FORMATS[name].version}" for role, name in expected.items()}
     assert lm.identity.semantic["quantisation"] == versions
     assert lm.identity.semantic["weights"] == load_lm(model).identity.semantic["weights"]

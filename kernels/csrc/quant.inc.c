@@ -14,19 +14,19 @@
 #define SCRATCH_SHARED 2
 
 #define TINY_WORK 65536       /* products below which a second thread costs more than it brings */
-#define SMALLEST 0x1p-112f    /* a block of activations that lies below counts as zeros */
+#define SMALLEST 0x1p-100f    /* a block of activations that lies below counts as zeros */
 #define CHUNK_BYTES (384 * 1024) /* quantised activations that stay in the second-level cache */
 #define IN_ORDER 2            /* rows up to which codes are read in the order of memory */
 #define AHEAD 4096            /* bytes of weights prefetched ahead, to the second level: to the first is slower */
 
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* 32 activations. */
+/* 32 activations: code 256 * q[0] + q[1], of 16 bits in two bytes. */
 typedef struct {
-    int8_t q[NM_STEP];
+    int8_t q[2][NM_STEP];
     float scale;
-    float sum;        /* scale * sum of q */
-    int32_t start[2]; /* -zero * sum of q, of each part that has its own scale of weights */
+    float sum;        /* scale * sum of codes */
+    int32_t start[2]; /* -zero * sum of codes, of each part that has its own scale of weights */
 } block;
 
 typedef struct {
@@ -43,10 +43,12 @@ typedef struct {
 
 /* ---- activations ---- */
 
-/* Scale: largest magnitude / 127; codes: x * (127 / largest), ties to even. A NaN or infinity makes the scale NaN. */
+/* t = x * (127 / largest); the high byte is t rounded, the low one what is left * 256, within 127, ties to even both.
+ * Scale: largest magnitude / 127 / 256. A NaN or infinity makes the scale NaN. Eight bits alone would cost several
+ * thousandths of a nat on real models, more than the weights. */
 INLINE void quantise_block(const float *x, block *out, const int zero, const int parts) {
     uint32_t bits[NM_STEP];
-    int32_t codes[NM_STEP], sums[2] = {0, 0};
+    int32_t high[NM_STEP], low[NM_STEP], sums[2] = {0, 0};
     memcpy(bits, x, sizeof bits);
     uint32_t most = 0;
     for (int i = 0; i < NM_STEP; i++) {
@@ -65,15 +67,27 @@ INLINE void quantise_block(const float *x, block *out, const int zero, const int
         return;
     }
     const float inverse = 127.0f / largest;
-    float t[NM_STEP];
-    for (int i = 0; i < NM_STEP; i++) t[i] = x[i] * inverse + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
-    memcpy(codes, t, sizeof codes);
-    for (int i = 0; i < NM_STEP; i++) codes[i] -= 0x4b400000;
-    for (int i = 0; i < NM_STEP; i++) out->q[i] = (int8_t)codes[i];
-    for (int i = 0; i < NM_STEP / 2; i++) sums[0] += codes[i];
-    for (int i = NM_STEP / 2; i < NM_STEP; i++) sums[1] += codes[i];
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    float t[NM_STEP], rest[NM_STEP];
+    for (int i = 0; i < NM_STEP; i++) {
+        const float code = x[i] * inverse;
+        t[i] = code + magic;
+        rest[i] = (code - (t[i] - magic)) * 256.0f + magic;
+    }
+    memcpy(high, t, sizeof high);
+    memcpy(low, rest, sizeof low);
+    for (int i = 0; i < NM_STEP; i++) {
+        high[i] -= 0x4b400000;
+        low[i] -= 0x4b400000;
+        low[i] = low[i] > 127 ? 127 : low[i] < -127 ? -127 : low[i];
+        out->q[0][i] = (int8_t)high[i];
+        out->q[1][i] = (int8_t)low[i];
+        high[i] = 256 * high[i] + low[i];
+    }
+    for (int i = 0; i < NM_STEP / 2; i++) sums[0] += high[i];
+    for (int i = NM_STEP / 2; i < NM_STEP; i++) sums[1] += high[i];
     const int32_t sum = sums[0] + sums[1];
-    out->scale = largest / 127.0f;
+    out->scale = largest / 127.0f * 0x1p-8f;
     out->sum = out->scale * (float)sum;
     out->start[0] = -zero * (parts == 1 ? sum : sums[0]);
     out->start[1] = -zero * sums[1];
@@ -104,13 +118,14 @@ NOINLINE void quantise_rows(const void *context, int64_t item) {
 typedef V16 tile_sums[TILE_ROWS][TILE_HALVES];
 
 /* Sums of 4 k (group g of bytes) or of 8 k (vector g of nibbles); g is a constant wherever it is called. */
-INLINE void add_codes(const int bits, const int mr, const int part, const int g, const int from, const int to,
-                      const uint8_t *w, int64_t half, const block *x, int64_t xs, I16 sum[TILE_ROWS][TILE_HALVES]) {
+INLINE void add_codes(const int bits, const int mr, const int part, const int byte, const int g, const int from,
+                      const int to, const uint8_t *w, int64_t half, const block *x, int64_t xs,
+                      I16 sum[TILE_ROWS][TILE_HALVES]) {
     const int vectors = bits == 4 ? 4 : 2; /* of nibbles, in a part */
     for (int v = from; v < to; v++) {
         if (bits == 8) {
             const B64 codes = b_load(w + (half + v) * 512 + g * 64);
-            for (int i = 0; i < mr; i++) sum[i][v] = i_dot(bits, sum[i][v], codes, x[i * xs].q + 4 * g);
+            for (int i = 0; i < mr; i++) sum[i][v] = i_dot(bits, sum[i][v], codes, x[i * xs].q[byte] + 4 * g);
             continue;
         }
         const B64 both = b_load(w + (half + v) * 256 + (part * vectors + g) * 64);
@@ -121,38 +136,49 @@ INLINE void add_codes(const int bits, const int mr, const int part, const int g,
             high = b_six(high, pairs, g + 2);
         }
         for (int i = 0; i < mr; i++) {
-            const int8_t *q = x[i * xs].q + 16 * part + 4 * g;
+            const int8_t *q = x[i * xs].q[byte] + 16 * part + 4 * g;
             sum[i][v] = i_dot(bits, sum[i][v], low, q);
             sum[i][v] = i_dot(bits, sum[i][v], high, q + 4 * vectors);
         }
     }
 }
 
-INLINE void add_halves(const int bits, const int mr, const int part, const int from, const int to, const uint8_t *w,
-                       int64_t half, const block *x, int64_t xs, I16 sum[TILE_ROWS][TILE_HALVES]) {
-    add_codes(bits, mr, part, 0, from, to, w, half, x, xs, sum);
-    add_codes(bits, mr, part, 1, from, to, w, half, x, xs, sum);
+INLINE void add_bytes(const int bits, const int mr, const int part, const int byte, const int from, const int to,
+                      const uint8_t *w, int64_t half, const block *x, int64_t xs,
+                      I16 sum[TILE_ROWS][TILE_HALVES]) {
+    add_codes(bits, mr, part, byte, 0, from, to, w, half, x, xs, sum);
+    add_codes(bits, mr, part, byte, 1, from, to, w, half, x, xs, sum);
     if (bits == 6) return;
-    add_codes(bits, mr, part, 2, from, to, w, half, x, xs, sum);
-    add_codes(bits, mr, part, 3, from, to, w, half, x, xs, sum);
+    add_codes(bits, mr, part, byte, 2, from, to, w, half, x, xs, sum);
+    add_codes(bits, mr, part, byte, 3, from, to, w, half, x, xs, sum);
     if (bits == 4) return;
-    add_codes(bits, mr, part, 4, from, to, w, half, x, xs, sum);
-    add_codes(bits, mr, part, 5, from, to, w, half, x, xs, sum);
-    add_codes(bits, mr, part, 6, from, to, w, half, x, xs, sum);
-    add_codes(bits, mr, part, 7, from, to, w, half, x, xs, sum);
+    add_codes(bits, mr, part, byte, 4, from, to, w, half, x, xs, sum);
+    add_codes(bits, mr, part, byte, 5, from, to, w, half, x, xs, sum);
+    add_codes(bits, mr, part, byte, 6, from, to, w, half, x, xs, sum);
+    add_codes(bits, mr, part, byte, 7, from, to, w, half, x, xs, sum);
+}
+
+/* The high bytes, times 256, then the low bytes. */
+INLINE void add_halves(const int bits, const int mr, const int part, const int from, const int to, const uint8_t *w,
+                       int64_t half, const block *x, int64_t xs, I16 sum[TILE_ROWS][TILE_HALVES],
+                       I16 kept[TILE_ROWS][TILE_HALVES]) {
+    add_bytes(bits, mr, part, 0, from, to, w, half, x, xs, sum);
+    for (int v = from; v < to; v++)
+        for (int i = 0; i < mr; i++) sum[i][v] = i_next(bits, sum[i][v], &kept[i][v]);
+    add_bytes(bits, mr, part, 1, from, to, w, half, x, xs, sum);
 }
 
 /* The links of one block (or half a block, where that has a scale) of all chains. */
 INLINE void add_part(const int format, const int mr, const int part, const uint8_t *w, int64_t half, const block *x,
                      int64_t xs, const V16 *top, const V16 *top_min, tile_sums acc) {
     const int bits = nm_code_bits(format);
-    I16 sum[TILE_ROWS][TILE_HALVES];
+    I16 sum[TILE_ROWS][TILE_HALVES], kept[TILE_ROWS][TILE_HALVES];
     for (int i = 0; i < mr; i++)
-        for (int v = 0; v < TILE_HALVES; v++) sum[i][v] = i_start(bits, x[i * xs].start[part]);
+        for (int v = 0; v < TILE_HALVES; v++) sum[i][v] = i_zero();
     if (mr <= IN_ORDER) {
-        for (int v = 0; v < TILE_HALVES; v++) add_halves(bits, mr, part, v, v + 1, w, half, x, xs, sum);
+        for (int v = 0; v < TILE_HALVES; v++) add_halves(bits, mr, part, v, v + 1, w, half, x, xs, sum, kept);
     } else {
-        add_halves(bits, mr, part, 0, TILE_HALVES, w, half, x, xs, sum);
+        add_halves(bits, mr, part, 0, TILE_HALVES, w, half, x, xs, sum, kept);
     }
     for (int v = 0; v < TILE_HALVES; v++) {
         const uint8_t *at = w + nm_code_bytes(format) + (nm_nested(format) ? 16 : 32) * (half + v) + 32 * part;
@@ -163,7 +189,7 @@ INLINE void add_part(const int format, const int mr, const int part, const uint8
         if (format == NM_Q4A) low = v_half(at + 64);
         if (format == NM_Q4K) low = v_mul(v_i8(at + 32), top_min[v]);
         for (int i = 0; i < mr; i++) {
-            const V16 whole = v_of(i_end(bits, sum[i][v], x[i * xs].start[part]));
+            const V16 whole = v_of(i_end(bits, sum[i][v], kept[i][v], x[i * xs].start[part]));
             acc[i][v] = v_fma(v_mul(scale, v_set1(x[i * xs].scale)), whole, acc[i][v]);
             if (nm_mins(format)) acc[i][v] = v_fma(low, v_set1(x[i * xs].sum), acc[i][v]);
         }

@@ -1,7 +1,9 @@
 /* Sixty-four bytes of codes and sixteen int32 sums, beside the float lanes of vec.h.
  *
- * A dot takes 4 codes (unsigned) and 4 activations (signed, within 127) of each lane. All builds give the exact sum:
- * - VNNI has the instruction, and plain C needs none; sums start at -zero * (sum of the activations).
+ * A dot takes 4 codes (unsigned) and a byte of 4 activations (signed, within 127) of each lane; between the two bytes
+ * of the activations i_next multiplies by 256, and i_end adds -zero * (sum of the activations). All builds give the
+ * exact sum, which stays below 2^29:
+ * - VNNI has the instruction, and plain C needs none.
  * - The others have products of bytes added in pairs and saturated at 16 bits. Codes of 4 bits: 8 such pairs reach
  *   8 * 2 * 15 * 127 = 30,480, so a whole block is summed in 16 bits. Codes of 6 bits: a pair reaches 16,002. Codes of
  *   8 bits would saturate: the signed code, within 127, gives its sign to the activation (32,258 at most), and the sum
@@ -35,6 +37,7 @@ INLINE B64 b_six(B64 nibble, B64 pairs, const int j) {
     const B64 moved = j < 2 ? _mm512_slli_epi32(pairs, j < 2 ? 4 - 2 * j : 0) : _mm512_srli_epi32(pairs, j < 2 ? 0 : 2 * j - 4);
     return _mm512_or_si512(nibble, _mm512_and_si512(moved, _mm512_set1_epi8(0x30)));
 }
+INLINE I16 i_zero(void) { return _mm512_setzero_si512(); }
 INLINE V16 v_of(I16 x) { return _mm512_cvtepi32_ps(x); }
 INLINE V16 v_half(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE V16 v_u8(const uint8_t *p) { return v_of(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p))); }
@@ -42,23 +45,20 @@ INLINE V16 v_i8(const uint8_t *p) { return v_of(_mm512_cvtepi8_epi32(_mm_loadu_s
 
 #if defined(NM_ISA_VNNI)
 #define SIGNED_CODES(bits) 0
-INLINE I16 i_start(const int bits, int32_t start) {
-    (void)bits;
-    return _mm512_set1_epi32(start);
-}
 INLINE I16 i_dot(const int bits, I16 acc, B64 codes, const int8_t *x) {
     (void)bits;
     return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(four(x)));
 }
-INLINE I16 i_end(const int bits, I16 acc, int32_t start) {
-    (void)bits, (void)start;
-    return acc;
+INLINE I16 i_next(const int bits, I16 acc, I16 *kept) {
+    (void)bits, (void)kept;
+    return _mm512_slli_epi32(acc, 8);
+}
+INLINE I16 i_end(const int bits, I16 acc, I16 kept, int32_t start) {
+    (void)bits, (void)kept;
+    return _mm512_add_epi32(acc, _mm512_set1_epi32(start));
 }
 #else
 #define SIGNED_CODES(bits) ((bits) == 8)
-INLINE I16 i_start(const int bits, int32_t start) {
-    return bits == 6 ? _mm512_set1_epi32(start) : _mm512_setzero_si512();
-}
 INLINE I16 i_dot(const int bits, I16 acc, B64 codes, const int8_t *x) {
     const B64 a = _mm512_set1_epi32(four(x)), ones = _mm512_set1_epi16(1);
     if (bits == 4) return _mm512_add_epi16(acc, _mm512_maddubs_epi16(codes, a));
@@ -67,9 +67,15 @@ INLINE I16 i_dot(const int bits, I16 acc, B64 codes, const int8_t *x) {
     const B64 s = _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(w), _mm512_setzero_si512(), a);
     return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_abs_epi8(w), s), ones));
 }
-INLINE I16 i_end(const int bits, I16 acc, int32_t start) {
-    if (bits != 4) return acc;
-    return _mm512_add_epi32(_mm512_madd_epi16(acc, _mm512_set1_epi16(1)), _mm512_set1_epi32(start));
+/* Sums of 16 bits become sums of 32 and wait in `kept`. */
+INLINE I16 i_next(const int bits, I16 acc, I16 *kept) {
+    if (bits != 4) return _mm512_slli_epi32(acc, 8);
+    *kept = _mm512_slli_epi32(_mm512_madd_epi16(acc, _mm512_set1_epi16(1)), 8);
+    return i_zero();
+}
+INLINE I16 i_end(const int bits, I16 acc, I16 kept, int32_t start) {
+    if (bits == 4) acc = _mm512_add_epi32(_mm512_madd_epi16(acc, _mm512_set1_epi16(1)), kept);
+    return _mm512_add_epi32(acc, _mm512_set1_epi32(start));
 }
 #endif
 
@@ -116,10 +122,7 @@ INLINE V16 v_i8(const uint8_t *p) {
     return v_of((I16){_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)),
                       _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))});
 }
-INLINE I16 i_start(const int bits, int32_t start) {
-    const __m256i v = _mm256_set1_epi32(bits == 6 ? start : 0);
-    return (I16){v, v};
-}
+INLINE I16 i_zero(void) { return (I16){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 INLINE __m256i half_dot(const int bits, __m256i acc, __m256i codes, __m256i a) {
     const __m256i ones = _mm256_set1_epi16(1);
     if (bits == 4) return _mm256_add_epi16(acc, _mm256_maddubs_epi16(codes, a));
@@ -132,10 +135,21 @@ INLINE I16 i_dot(const int bits, I16 acc, B64 codes, const int8_t *x) {
     const __m256i a = _mm256_set1_epi32(four(x));
     return (I16){half_dot(bits, acc.a, codes.a, a), half_dot(bits, acc.b, codes.b, a)};
 }
-INLINE I16 i_end(const int bits, I16 acc, int32_t start) {
-    if (bits != 4) return acc;
-    const __m256i ones = _mm256_set1_epi16(1), v = _mm256_set1_epi32(start);
-    return (I16){_mm256_add_epi32(_mm256_madd_epi16(acc.a, ones), v), _mm256_add_epi32(_mm256_madd_epi16(acc.b, ones), v)};
+INLINE I16 i_add(I16 x, I16 y) { return (I16){_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+INLINE I16 i_wide(I16 x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return (I16){_mm256_madd_epi16(x.a, ones), _mm256_madd_epi16(x.b, ones)};
+}
+/* Sums of 16 bits become sums of 32 and wait in `kept`. */
+INLINE I16 i_next(const int bits, I16 acc, I16 *kept) {
+    if (bits != 4) return b_left(acc, 8);
+    *kept = b_left(i_wide(acc), 8);
+    return i_zero();
+}
+INLINE I16 i_end(const int bits, I16 acc, I16 kept, int32_t start) {
+    if (bits == 4) acc = i_add(i_wide(acc), kept);
+    const __m256i v = _mm256_set1_epi32(start);
+    return i_add(acc, (I16){v, v});
 }
 
 #else
@@ -165,19 +179,20 @@ INLINE V16 v_of(I16 x) { EACH(V16, f, 16, (float)x.i[i]); }
 INLINE V16 v_half(const uint8_t *p) { EACH(V16, f, 16, nm_half(p + 2 * i)); }
 INLINE V16 v_u8(const uint8_t *p) { EACH(V16, f, 16, (float)p[i]); }
 INLINE V16 v_i8(const uint8_t *p) { EACH(V16, f, 16, (float)(int8_t)p[i]); }
-INLINE I16 i_start(const int bits, int32_t start) {
-    (void)bits;
-    EACH(I16, i, 16, start);
-}
+INLINE I16 i_zero(void) { EACH(I16, i, 16, 0); }
 INLINE I16 i_dot(const int bits, I16 acc, B64 codes, const int8_t *x) {
     (void)bits;
     EACH(I16, i, 16,
          acc.i[i] + codes.b[4 * i] * x[0] + codes.b[4 * i + 1] * x[1] + codes.b[4 * i + 2] * x[2] +
              codes.b[4 * i + 3] * x[3]);
 }
-INLINE I16 i_end(const int bits, I16 acc, int32_t start) {
-    (void)bits, (void)start;
-    return acc;
+INLINE I16 i_next(const int bits, I16 acc, I16 *kept) {
+    (void)bits, (void)kept;
+    EACH(I16, i, 16, acc.i[i] * 256);
+}
+INLINE I16 i_end(const int bits, I16 acc, I16 kept, int32_t start) {
+    (void)bits, (void)kept;
+    EACH(I16, i, 16, acc.i[i] + start);
 }
 #undef EACH
 

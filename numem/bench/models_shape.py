@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 # Decoders, and the 4-bit format of each whose width is nearest to that of its GGUF file. Q4_1 has 5 bits a weight;
 # Q4_K_M of Gemma-3-270M keeps a third of its matrices in 5 bits and its embedding in 8.
-DECODERS = {"smollm2-135m-instruct": "q4a", "gemma-3-270m": "q4a"}
+DECODERS = {"smollm2-135m-instruct": "q4a", "gemma-3-270m": "q4k"}
 
 EMBEDDER = "all-minilm-l6-v2"
 
