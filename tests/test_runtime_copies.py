@@ -169,7 +169,7 @@ def test_rows_without_their_scales_are_refused(memory: Memory) -> None:
     [
         ({"model_type": "qwen3_next"}, "model-type", "qwen3_next"),
         ({"model_type": "mamba2"}, "model-type", "mamba2"),
-        ({"model_type": "gemma3_text"}, "model-type", "zero-centred norms"),
+        ({"model_type": "gpt2"}, "model-type", "transposed fused projections"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architecture", "LlamaForSequenceClassification"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layer-type", "linear_attention"),
         ({"num_local_experts": 8}, "setting", "num_local_experts"),

@@ -43,6 +43,11 @@ def models_section(r: Mapping[str, Any]) -> str:
             f"between the two sides {embed['embed_vs_sentence_transformers']['least_cosine']:g} (float32) and "
             f"{embed['embed_q8_vs_sentence_transformers']['least_cosine']:g} (q8)."
         )
+    machine = r["machine"]
+    notes.insert(
+        0,
+        f"Measured {machine['date']} on {machine['cpu']}, {machine['threads']} threads, kernels {machine['kernels']}.",
+    )
     head = ["what", "figure", "bar", "verdict", "absolute"]
     return "## Models\n\n" + table(head, rows) + "\n" + " ".join(notes) + "\n"
 
