@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--crash-count", type=int, default=20, help="processes that the random crash test kills")
     parser.addoption("--stress-operations", type=int, default=500, help="operations of a stress test of the runtime")
     parser.addoption("--stress-seed", type=int, default=0, help="seed of a stress test of the runtime")
+
+
+def pytest_configure() -> None:
+    """A shell starts what it puts in the background with interrupts ignored, and processes hand that on; tests send some."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
