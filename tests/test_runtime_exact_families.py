@@ -46,6 +46,7 @@ class Kind:
 
 
 FAMILIES = ("gemma2", "gemma3_text", "qwen3_moe", "mixtral-windowed")
+PLAIN = ("llama", "mistral-windowed", "qwen2", "qwen3")  # their float forms have tests of their own
 FORMATS = ("q8", "q4", "q4a", "q4k")
 # Every family and every format; all pairs of them are slow.
 QUICK = [
@@ -55,7 +56,7 @@ QUICK = [
 ]
 ALL = [
     *(Kind(family, "bfloat16") for family in FAMILIES),
-    *(Kind(family, quantise=format) for family in ("llama", *FAMILIES) for format in FORMATS),
+    *(Kind(family, quantise=format) for family in (*PLAIN, *FAMILIES) for format in FORMATS),
 ]
 KINDS = [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ALL if kind not in QUICK)]
 LENGTH, STEPS = 300, 6
