@@ -51,7 +51,7 @@ class Shaky(Memory):
         for chunk in chunks:
             self.bad[chunk] = IntegrityError(f"piece {chunk}: spoiled; recompute it")
 
-    def read(  # type: ignore[no-untyped-def]
+    def read(  # type: ignore[no-untyped-def]  # passes on whatever options there are
         self, requests: Sequence[tuple[bytes, object]], **options
     ) -> ReadReport:
         for content, _ in requests:

@@ -1,7 +1,5 @@
 """Exponential, activations and the soft cap: equal bits on all builds, error against float64, edges."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,28 +9,11 @@ from numem.errors import InputError
 from numem.kernels import native
 from numem.kernels.activation import ACTIVATIONS, activate, exp, gated, softcap
 from numem.kernels.linear import Peaks
+from tests.kernel_fixtures import ISAS, PATHS, bits, needs_native, randn, restored
 
-ISAS = native.isas()
-PATHS = [*ISAS, "torch"]
+__all__ = ["restored"]
+
 ROWS = (1, 2, 3, 5, 7, 12, 13, 33, 64, 300)
-
-needs_native = pytest.mark.skipif(not ISAS, reason="the extension is not built")
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.use(isa)
-    native.set_threads(threads)
-
-
-def bits(x: Tensor) -> bytes:
-    return x.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @needs_native

@@ -4,7 +4,6 @@ import ctypes
 import ctypes.util
 import functools
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,21 +17,13 @@ from numem.kernels.activation import softcap as capped
 from numem.kernels.attention import paged_attention
 from numem.kernels.pages import PAGE
 from tests.attention_fixtures import Lanes, bits
+from tests.kernel_fixtures import ISAS, needs_native, restored
 
-ISAS = native.isas()
+__all__ = ["restored"]
+
 PATHS = [*ISAS[:1], "torch"]
 DTYPES = [torch.float32, torch.bfloat16]
 LENGTHS = (1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1100)
-
-needs_native = pytest.mark.skipif(not ISAS, reason="the extension is not built")
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.use(isa)
-    native.set_threads(threads)
 
 
 # ---- the definition ----

@@ -1,28 +1,18 @@
 """Forms of paged attention: soft caps and bidirectional rows; invariance, masks, float64 error."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from numem.errors import InputError
 from numem.kernels import native
 from tests.attention_fixtures import Lanes, bits
+from tests.kernel_fixtures import ISAS, needs_native, restored
 
-ISAS = native.isas()
+__all__ = ["restored"]
+
 PATHS = [*ISAS[:1], "torch"]
 DTYPES = [torch.float32, torch.bfloat16]
 HEADS = [(4, 4, 32), (3, 1, 64), (4, 2, 96), (2, 1, 128), (4, 1, 256)]
-
-needs_native = pytest.mark.skipif(not ISAS, reason="the extension is not built")
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.use(isa)
-    native.set_threads(threads)
 
 
 def span(position: int, length: int, window: int, right: int) -> tuple[int, int]:

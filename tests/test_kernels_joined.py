@@ -1,6 +1,6 @@
 """Joined operations: the bits of the operations one by one, on every build; refusals; what is left to Python."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,23 +14,11 @@ from numem.kernels.pages import new_pools
 from numem.kernels.program import Buffers, Call, Op, Part
 from numem.kernels.quantised import QuantisedLinear
 from tests.attention_fixtures import bits
+from tests.kernel_fixtures import ISAS, needs_native, randn, restored
 
-ISAS = native.isas()
+__all__ = ["restored"]
+
 HEADS, KV, DIM, HIDDEN, INTER, VOCAB, LAYERS = 4, 2, 16, 64, 96, 50, 2
-
-needs_native = pytest.mark.skipif(not ISAS, reason="the extension is not built")
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.use(isa)
-    native.set_threads(threads)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def linear(n: int, k: int, seed: int, form: str) -> op.Linear:

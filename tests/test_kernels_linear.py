@@ -2,7 +2,6 @@
 
 import ctypes
 import ctypes.util
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,26 +11,14 @@ from torch import Tensor
 from numem.errors import InputError
 from numem.kernels import native
 from numem.kernels.linear import PackedLinear, Peaks
+from tests.kernel_fixtures import ISAS, bits, needs_native, restored
 
-ISAS = native.isas()
+__all__ = ["restored"]
+
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 33, 64, 300)
 # N and K that are whole panels, odd, tiny, and one column past a panel or a half panel
 SHAPES = [(96, 64), (33, 57), (1, 1), (17, 16), (48, 130), (65, 3), (130, 200)]
-
-needs_native = pytest.mark.skipif(not ISAS, reason="the extension is not built")
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.use(isa)
-    native.set_threads(threads)
-
-
-def bits(x: Tensor) -> bytes:
-    return x.contiguous().numpy().tobytes()
 
 
 def case(n: int, k: int, dtype: torch.dtype, rows: int = 300) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """Choice of instruction set, threads, the policy's name, the self-test and its golden digests."""
 
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -13,10 +12,10 @@ from numem.errors import InputError, ModelError
 from numem.kernels import linear, native
 from numem.kernels.policy import policy_name
 from numem.kernels.selftest import Shapes, self_test
+from tests.kernel_fixtures import ISAS, needs_native, restored
 
-ISAS = native.isas()
+__all__ = ["restored"]
 
-needs_native = pytest.mark.skipif(not ISAS, reason="the extension is not built")
 
 TINY = Shapes(hidden=48, inter=80, heads=6, kv_heads=2, head_dim=16, vocab=100)
 
@@ -25,14 +24,6 @@ GOLDEN = {
     "float32": "e9f8b5607ce744dc34202e8e82004db8918895642040a0632c29d1f076299dc3",
     "bfloat16": "00682ff236790c84d72e770a1d1208be0635bd276781116889d61916186d7e59",
 }
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.use(isa)
-    native.set_threads(threads)
 
 
 def test_the_extension_is_built_where_there_is_a_compiler() -> None:

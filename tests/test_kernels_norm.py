@@ -1,7 +1,5 @@
 """Norms: the documented sums, equal bits on all builds, row and thread invariance, float64 error."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -10,28 +8,11 @@ from torch import Tensor
 from numem.errors import InputError
 from numem.kernels import native
 from numem.kernels.norm import layer_norm, rms_norm
+from tests.kernel_fixtures import ISAS, PATHS, bits, needs_native, randn, restored
 
-ISAS = native.isas()
-PATHS = [*ISAS, "torch"]
+__all__ = ["restored"]
+
 ROWS = (1, 2, 3, 5, 7, 12, 13, 33, 64, 300)
-
-needs_native = pytest.mark.skipif(not ISAS, reason="the extension is not built")
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.use(isa)
-    native.set_threads(threads)
-
-
-def bits(x: Tensor) -> bytes:
-    return x.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def normed(kind: str, x: Tensor, residual: Tensor, out: Tensor | None = None) -> Tensor:

@@ -2,7 +2,6 @@
 
 import ctypes
 import ctypes.util
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,25 +14,13 @@ from numem.kernels.formats import FORMATS
 from numem.kernels.linear import Peaks
 from numem.kernels.quantised import QuantisedLinear, quantise_activations
 from numem.kernels.selftest import Shapes, self_test
+from tests.kernel_fixtures import ISAS, bits, needs_native, restored
 
-ISAS = native.isas()
+__all__ = ["restored"]
+
 NAMES = list(FORMATS)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 48, 49, 300)
 SHAPES = [(96, 64), (33, 57), (1, 1), (17, 576), (48, 640), (65, 31), (300, 33)]
-
-needs_native = pytest.mark.skipif(not ISAS, reason="the extension is not built")
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.use(isa)
-    native.set_threads(threads)
-
-
-def bits(x: Tensor) -> bytes:
-    return x.contiguous().numpy().tobytes()
 
 
 def case(n: int, k: int, rows: int = 300) -> tuple[Tensor, Tensor, Tensor, Tensor]:

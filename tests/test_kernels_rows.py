@@ -1,7 +1,5 @@
 """Row kernels: rotary embedding with its page writes, moves between pages and payload."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,28 +9,11 @@ from numem.errors import InputError
 from numem.kernels import native
 from numem.kernels.pages import PAGE, gather_rows, new_pools, scatter_rows
 from numem.kernels.rope import rope_write
+from tests.kernel_fixtures import ISAS, PATHS, bits, needs_native, randn, restored
 
-ISAS = native.isas()
-PATHS = [*ISAS, "torch"]
+__all__ = ["restored"]
+
 DTYPES = [torch.float32, torch.bfloat16]
-
-needs_native = pytest.mark.skipif(not ISAS, reason="the extension is not built")
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.use(isa)
-    native.set_threads(threads)
-
-
-def bits(x: Tensor) -> bytes:
-    return x.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # ---- rotary embedding and page writes ----

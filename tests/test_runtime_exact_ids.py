@@ -24,7 +24,7 @@ def test_waiting_tells_of_other_bytes_under_the_same_id(tiny_lm: LM, memory: Mem
 
             durable = staticmethod(lambda _: False)
 
-        found = capture(Forgetful(), session.engine, tiny_lm.identity, second.tokens, second.route)  # type: ignore[arg-type]
+        found = capture(Forgetful(), session.engine, tiny_lm.identity, second.tokens, second.route)  # type: ignore[arg-type]  # a stand-in
         from numem.runtime.continuation import Published
 
         ticket = memory.publish(found.nodes[0], found.payloads[0])

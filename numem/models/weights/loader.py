@@ -12,6 +12,7 @@ from numem.errors import UnsupportedModelError
 from numem.identity.canonical import canonical_json
 from numem.kernels.formats import FORMATS
 from numem.kernels.linear import PackedLinear
+from numem.kernels.operations import Linear
 from numem.kernels.quantised import QuantisedLinear
 from numem.models.architecture.descriptor import Descriptor, Source
 from numem.models.hub.registry import cache_dir
@@ -20,8 +21,6 @@ from numem.models.weights.adapters import Given, Merge
 from numem.models.weights.checkpoint import Checkpoint
 from numem.models.weights.streams import DIRECTORY, Stream, StreamFile
 from numem.runtime.paging.pages import DTYPES
-
-Linear = PackedLinear | QuantisedLinear
 
 # Never rounded: a router that flips between two experts changes everything after it.
 _FLOAT32_ROLES = frozenset({"moe_router"})
