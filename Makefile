@@ -5,7 +5,7 @@ BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all anchors test-anchors lint types ui s3 bench clean
+.PHONY: help setup demo test test-all anchors test-anchors lint types ui s3 bench gpu-test gpu-bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -50,6 +50,12 @@ s3: setup  ## run a local S3 server in the foreground and print how to reach it
 
 bench: setup  ## run all measurements and write docs/benchmarks.md
 	$(BIN)/numem bench all --write docs/benchmarks.md
+
+gpu-test:  ## the tests of GPU kernels, with PYTHON as it is (no environment is made): see benchmarks/README.md
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) -m pytest tests/gpu -c benchmarks/pytest.ini --rootdir=$(CURDIR) --confcutdir=tests/gpu -q
+
+gpu-bench:  ## one section of the GPU measurements: make gpu-bench SECTION=decode
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) benchmarks/run.py $(SECTION) --commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 clean:  ## remove the virtual environment and build products
 	rm -rf $(VENV) build dist *.egg-info kernels/*.so

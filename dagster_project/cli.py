@@ -39,7 +39,15 @@ __all__ = ["app", "main"]
 ModelOption = Annotated[
     str | None, typer.Option("--model", metavar="KEY", help="A key of `numem models list`, or a model directory.")
 ]
-DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16, of weights and cache.")]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:N, auto, or several GPUs: cuda:all, cuda:0,cuda:1.")
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", help="float32 or bfloat16, of weights and cache. Default: float32 on the CPU, bfloat16 on a GPU."
+    ),
+]
 QuantiseOption = Annotated[
     str | None, typer.Option("--quantise", help="none, q8, q4, q4a, q4k or native (as weights were quantised before).")
 ]
@@ -54,6 +62,7 @@ DEMO_LANES = 4
 def demo(
     memory: MemoryOption = None,
     model: ModelOption = None,
+    device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantise: QuantiseOption = None,
     max_position: MaxPositionOption = None,
@@ -88,7 +97,7 @@ def demo(
     settings = Settings(
         max_new_tokens=DEMO_TOKENS, lanes=DEMO_LANES, ignore_eos=True, arrivals="restore", again=True, previews=True
     )
-    where = _deployment(memory, model, dtype, quantise, max_position)
+    where = _deployment(memory, model, device, dtype, quantise, max_position)
     _job(example_prompts(), settings, where, None, as_json)
 
 
@@ -99,6 +108,7 @@ def run(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where completions.jsonl is written.")],
     memory: MemoryOption = None,
     model: ModelOption = None,
+    device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantise: QuantiseOption = None,
     max_position: MaxPositionOption = None,
@@ -130,7 +140,7 @@ def run(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, lanes=lanes,
         cache_mib=cache_mib, again=again,
     )  # fmt: skip
-    _job(prompts, settings, _deployment(memory, model, dtype, quantise, max_position), out, as_json)
+    _job(prompts, settings, _deployment(memory, model, device, dtype, quantise, max_position), out, as_json)
 
 
 @app.command()
@@ -139,6 +149,7 @@ def ui(
     memory: MemoryOption = None,
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 3000,
     model: ModelOption = None,
+    device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantise: QuantiseOption = None,
 ) -> None:
@@ -146,9 +157,9 @@ def ui(
     from dagster_project import ui as server
     from dagster_project.deployment import Deployment
 
-    deployment = Deployment.here(memory=memory, model=model, dtype=dtype, quantise=quantise)
+    deployment = Deployment.here(memory=memory, model=model, device=device, dtype=dtype, quantise=quantise)
     server.require_free(port)
-    environment = server.environment(deployment, chosen=bool(model or dtype or quantise))
+    environment = server.environment(deployment, chosen=bool(model or device or dtype or quantise))
     console.print(f"http://{server.HOST}:{port}  (memory {environment['NUMEM_MEMORY']})", highlight=False, markup=False)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -173,13 +184,20 @@ def example_prompts() -> Path:
 
 
 def _deployment(
-    memory: str | None, model: str | None, dtype: str | None, quantise: str | None, max_position: int | None
+    memory: str | None,
+    model: str | None,
+    device: str | None,
+    dtype: str | None,
+    quantise: str | None,
+    max_position: int | None,
 ) -> "Deployment":
     # Dagster announces what it will rename one day; that is for developers, who see it in the tests.
     warnings.simplefilter("ignore")
     from dagster_project.deployment import Deployment
 
-    return Deployment.here(memory=memory, model=model, dtype=dtype, quantise=quantise, max_position=max_position)
+    return Deployment.here(
+        memory=memory, model=model, device=device, dtype=dtype, quantise=quantise, max_position=max_position
+    )
 
 
 def _job(prompts: Path, settings: "Settings", deployment: "Deployment", out: Path | None, as_json: bool) -> None:

@@ -31,7 +31,8 @@ def default_resources() -> dict[str, Any]:
         ),
         "model": ModelResource(
             key=env.text(env.MODEL, env.DEFAULT_MODEL),
-            dtype=env.text(env.DTYPE, "float32"),
+            device=env.text(env.DEVICE, "cpu"),
+            dtype=env.text(env.DTYPE, ""),
             quantise=env.text(env.QUANTISE, "none"),
             max_position=env.number(env.MAX_POSITION, 0),
         ),

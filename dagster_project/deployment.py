@@ -17,7 +17,7 @@ from numem.errors import InputError
 
 # Beside the instance: the model of its last run, for the UI that is opened on it later.
 FILE = "deployment.json"
-REMEMBERED = ("model", "dtype", "quantise", "max_position")
+REMEMBERED = ("model", "device", "dtype", "quantise", "max_position")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Deployment:
     node: str = "local"
     tiers: str = ""
     model: str = env.DEFAULT_MODEL
-    dtype: str = "float32"
+    device: str = "cpu"
+    dtype: str = ""
     quantise: str = "none"
     max_position: int = 0
 
@@ -39,6 +40,7 @@ class Deployment:
         *,
         memory: str | None = None,
         model: str | None = None,
+        device: str | None = None,
         dtype: str | None = None,
         quantise: str | None = None,
         max_position: int | None = None,
@@ -55,7 +57,8 @@ class Deployment:
             node=get(env.NODE) or "local",
             tiers=get(env.TIERS) or "",
             model=_absolute(key) if Path(key).is_dir() else key,
-            dtype=dtype or get(env.DTYPE) or "float32",
+            device=device or get(env.DEVICE) or "cpu",
+            dtype=dtype or get(env.DTYPE) or "",
             quantise=quantise or get(env.QUANTISE) or "none",
             max_position=int(position) if max_position is None else max_position,
         )
@@ -64,7 +67,9 @@ class Deployment:
         return MemoryResource(home=self.memory, node=self.node, local=self.local, tiers=self.tiers)
 
     def model_resource(self) -> ModelResource:
-        return ModelResource(key=self.model, dtype=self.dtype, quantise=self.quantise, max_position=self.max_position)
+        return ModelResource(
+            key=self.model, device=self.device, dtype=self.dtype, quantise=self.quantise, max_position=self.max_position
+        )
 
     def environment(self) -> dict[str, str]:
         """Variables that give another process this deployment."""
@@ -74,6 +79,7 @@ class Deployment:
             env.NODE: self.node,
             env.TIERS: self.tiers,
             env.MODEL: self.model,
+            env.DEVICE: self.device,
             env.DTYPE: self.dtype,
             env.QUANTISE: self.quantise,
             env.MAX_POSITION: str(self.max_position),
@@ -81,14 +87,14 @@ class Deployment:
         return {name: value for name, value in values.items() if value}
 
     def remember(self, home: Path) -> None:
-        """Leave model, dtype, quantisation and context beside the instance, for a UI opened on it."""
+        """Leave model, device, dtype, quantisation and context beside the instance, for a UI opened on it."""
         partial = home / f".{FILE}.{os.getpid()}"
         partial.write_text(json.dumps({name: asdict(self)[name] for name in REMEMBERED}))
         partial.replace(home / FILE)
 
 
 def remembered(home: Path) -> dict[str, Any]:
-    """Model, dtype, quantisation and context of the last run of an instance; empty where none ran.
+    """Model, device, dtype, quantisation and context of the last run of an instance; empty where none ran.
 
     Raises:
         InputError: the file is damaged.
@@ -100,8 +106,9 @@ def remembered(home: Path) -> dict[str, Any]:
         tree = json.loads(path.read_text())
         return {
             "model": str(tree["model"]),
+            "device": str(tree.get("device", "cpu")),  # earlier releases left neither this nor the formats
             "dtype": str(tree["dtype"]),
-            "quantise": str(tree.get("quantise", "none")),  # earlier releases left none
+            "quantise": str(tree.get("quantise", "none")),
             "max_position": int(tree["max_position"]),
         }
     except (ValueError, KeyError, TypeError) as error:

@@ -9,7 +9,8 @@ single run may choose (lanes, number of tokens): that is config of the runtime r
     NUMEM_TIERS         its tiers, see `numem.environment`            (default: object and ssd)
     NUMEM_STORAGE_OPTIONS   see `numem.environment`; never part of a resource's config, which the UI shows
     NUMEM_MODEL         registry key or directory                     (default: smollm2-135m-instruct)
-    NUMEM_DTYPE         float32 or bfloat16                           (default: float32)
+    NUMEM_DEVICE        cpu, cuda, cuda:N, auto, or several GPUs: cuda:all, cuda:0,cuda:1   (default: cpu)
+    NUMEM_DTYPE         float32 or bfloat16                           (default: float32 on the CPU, bfloat16 on a GPU)
     NUMEM_QUANTISE      none, q8, q4, q4a, q4k or native              (default: none)
     NUMEM_MAX_POSITION  context to load the model with, 0: its own    (default: 0)
 
@@ -26,6 +27,7 @@ from numem.errors import InputError
 
 __all__ = [
     "DEFAULT_MODEL",
+    "DEVICE",
     "DTYPE",
     "LOCAL",
     "MAX_POSITION",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 MODEL = "NUMEM_MODEL"
+DEVICE = "NUMEM_DEVICE"
 DTYPE = "NUMEM_DTYPE"
 QUANTISE = "NUMEM_QUANTISE"
 MAX_POSITION = "NUMEM_MAX_POSITION"

@@ -22,7 +22,13 @@ class ModelResource(dg.ConfigurableResource[Any]):
     """The language model of this deployment."""
 
     key: str = Field(default=DEFAULT_MODEL, description="Registry key, or directory of safetensors.")
-    dtype: str = Field(default="float32", description="float32 or bfloat16, of weights and cache.")
+    device: str = Field(
+        default="cpu", description="cpu, cuda, cuda:N, auto, or several GPUs of this host: cuda:all, cuda:0,cuda:1."
+    )
+    dtype: str = Field(
+        default="",
+        description="float32 or bfloat16, of weights and cache; empty: float32 on the CPU, bfloat16 on a GPU.",
+    )
     quantise: str = Field(default="none", description="none, q8, q4, q4a, q4k or native; see `numem.load_lm`.")
     max_position: int = Field(default=0, description="Positions that may be evaluated; 0: min(8192, the model's own).")
 
@@ -36,13 +42,12 @@ class ModelResource(dg.ConfigurableResource[Any]):
         Raises:
             ModelError, InputError: see `numem.models.lm.load_lm`.
         """
-        return _load(
-            self.key, self.dtype, None if self.quantise == "none" else self.quantise, self.max_position or None
-        )
+        quantise = None if self.quantise == "none" else self.quantise
+        return _load(self.key, self.device, self.dtype or None, quantise, self.max_position or None)
 
 
 @lru_cache(maxsize=1)
-def _load(key: str, dtype: str, quantise: str | None, max_position: int | None) -> "LM":
+def _load(key: str, device: str, dtype: str | None, quantise: str | None, max_position: int | None) -> "LM":
     from numem.models.lm import load_lm
 
-    return load_lm(key, dtype=dtype, quantise=quantise, max_position=max_position)
+    return load_lm(key, device=device, dtype=dtype, quantise=quantise, max_position=max_position)

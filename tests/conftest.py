@@ -1,10 +1,15 @@
 """Fixtures that several test files share."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of triton
 
 from numem import LM, Memory, load_lm
 from tests.model_fixtures import tiny_model, tiny_tokenizer

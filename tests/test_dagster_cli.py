@@ -69,7 +69,7 @@ def memory(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 
 def test_run_in_its_own_process(memory: Path) -> None:
     assert (memory / "dagster/dagster.yaml").is_file()
-    assert json.loads((memory / "dagster/deployment.json").read_text())["dtype"] == "float32"
+    assert json.loads((memory / "dagster/deployment.json").read_text())["device"] == "cpu"
 
 
 def test_demo_prints_a_summary_and_previews(

@@ -10,6 +10,7 @@ import torch
 from numem import LM, load_lm
 from numem.errors import ContextLengthError, InputError
 from numem.models.taps import POINTS, hidden_states, logit_lens, trace
+from numem.models.transformer import Transformer
 from numem.runtime.engine import whole_texts
 from tests.family_fixtures import CASES, family_model
 from tests.model_fixtures import tiny_model
@@ -134,5 +135,6 @@ def test_taps_of_a_quantised_model_change_no_bit(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("NUMEM_CACHE", str(tmp_path / "cache"))
     lm = load_lm(tiny_model(tmp_path / "model"), quantise="q4a")
     rows, pages = whole_texts([IDS])
+    assert isinstance(lm.decoder, Transformer)
     plain = lm.decoder.forward(rows, lm.decoder.scratch(pages)).numpy().tobytes()
     assert trace(lm, IDS, [("resid-mid", 1)], {("mlp-out", 1): np.copy}).logits.tobytes() == plain

@@ -142,7 +142,7 @@ def test_rows_without_their_scales_are_refused(memory: Memory) -> None:
     with lookup(memory, scopes["whole"], ids, spec=spec) as match:
         assert (match.tokens, match.reason) == (299, "complete") and {hit.parts for hit in match.hits} == {(0, 1)}
         payloads_read, failure = fetch(memory, spec, match.hits, None, Restored())
-        assert failure is None and [[tuple(part.shape) for part in parts] for parts in payloads_read] == [
+        assert failure is None and [[tuple(part.shape) for part in payload.parts] for payload in payloads_read] == [
             [(4, 256, 8), (4, 256, 1)],
             [(4, 43, 8), (4, 43, 1)],
         ]

@@ -207,7 +207,7 @@ def test_first_hole_ends_the_match(tiny_lm: LM, memory: Memory) -> None:
     session = tiny_lm.session(pages=pages_for_lanes(2, 1040))
     chunks = plan(tiny_lm.identity.scope, ids)
     with session.start(ids) as c:
-        from numem.runtime.restore.kv import capture
+        from numem.runtime.restore.capture import capture
 
         found = capture(memory, session.engine, tiny_lm.identity, ids, c.route)
     for index in (0, 1, 3):

@@ -17,7 +17,7 @@ def test_waiting_tells_of_other_bytes_under_the_same_id(tiny_lm: LM, memory: Mem
         first.publish(memory).wait()
         content = memory.nodes()[0].pieces[0]
         session.engine.storage.k[:, second.route.pages[0]] += 1
-        from numem.runtime.restore.kv import capture
+        from numem.runtime.restore.capture import capture
 
         class Forgetful:
             """The memory as another process saw it before the first publication."""

@@ -218,6 +218,7 @@ class Recorder:
 
     spec = kv_spec(1, 1, 16, "float32")
     kv_heads, head_dim, vocab, max_position = 1, 16, 8, 256
+    device, max_rows = torch.device("cpu"), 512
 
     def __init__(self) -> None:
         self.rows: list[Rows] = []

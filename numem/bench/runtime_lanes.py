@@ -35,6 +35,7 @@ class Clocked:
         self.spec = decoder.spec
         self.kv_heads, self.head_dim = decoder.kv_heads, decoder.head_dim
         self.vocab, self.max_position = decoder.vocab, decoder.max_position
+        self.device, self.max_rows = decoder.device, decoder.max_rows
         self.seconds = 0.0
         self._forward = decoder.forward
 

@@ -36,6 +36,7 @@ def embed(
     ] = None,
     dim: Annotated[int | None, typer.Option(help="Keep the leading components, normalised again.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the vectors to FILE.npy, float32 [texts, dim].")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or auto, which is the CPU too.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of the weights.")] = "float32",
     quantise: Annotated[str | None, typer.Option(help="q8, q4, q4a or q4k: quantise the weights.")] = None,
     as_json: JsonFlag = False,
@@ -51,7 +52,7 @@ def embed(
     with busy("loading the model"):
         from numem.models.embedding.embedder import load_embedder
 
-        embedder = load_embedder(model, dtype=dtype, quantise=quantise)
+        embedder = load_embedder(model, device=device, dtype=dtype, quantise=quantise)
     began = time.perf_counter()
     with busy(f"embedding {len(given or ()):,} texts"):
         vectors = embedder.embed_texts(given or (), kind=kind, instruct=instruct, dim=dim)

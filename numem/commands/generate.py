@@ -31,7 +31,11 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of weights and cache.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 or bfloat16, of weights and cache. Default: float32 on the CPU, bfloat16 on a GPU."),
+    ] = None,
     quantise: Annotated[
         str | None, typer.Option(help="q8, q4, q4a, q4k or native (as weights were quantised before). Default: none.")
     ] = None,
@@ -54,6 +58,7 @@ def generate(
 
         lm = load_lm(
             model,
+            device=device,
             dtype=dtype,
             quantise=None if quantise == "none" else quantise,
             adapters=[_adapter(given) for given in adapter or ()],

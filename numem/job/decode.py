@@ -19,10 +19,13 @@ from numem.job.journal import Entry, Journal, Witness
 from numem.job.record import Progress, recall, record, silent
 from numem.job.reports import DecodedReport
 from numem.job.settings import Decoding
+from numem.job.several import Several
 from numem.job.sharing import trie_order
 from numem.lineage.decisions import DecisionLog
 from numem.runtime.continuation import Session
+from numem.runtime.device.fleet import Fleet
 from numem.runtime.engine import pages_for_lanes
+from numem.runtime.front import Runtime
 from numem.runtime.lanes.scheduler import Scheduler
 from numem.runtime.paging.residency import Residency
 from numem.runtime.paging.route import Route
@@ -81,7 +84,7 @@ def decode(
             )
             for i in todo
         )
-        with _scheduler(memory, session, decoding) as scheduler:
+        with _lanes(memory, lm, session, decoding) as scheduler:
             _complete(memory, lm, batch, run, journal, scheduler, todo, requests, progress)
         compared, equal = _compare_digests(memory, session, batch, run, decoding.tier)
         outputs, digest, tally = write_completions(journal, out)
@@ -140,7 +143,7 @@ def _complete(
     batch: Batch,
     run: str,
     journal: Journal,
-    scheduler: Scheduler,
+    scheduler: Scheduler | Several,
     todo: Sequence[int],
     requests: Iterable[Request],
     progress: Progress,
@@ -170,6 +173,30 @@ def _complete(
             f"batch {batch.id}: {len(failed)} of {len(batch.items)} prompts failed, first {failed[0]}; run again: the "
             "others are finished and kept"
         )
+
+
+@contextmanager
+def _lanes(memory: Memory, lm: "LM", session: Session, decoding: Decoding) -> Iterator[Scheduler | Several]:
+    """A scheduler; where the model lies on several GPUs, one on each, with pages like those of the session."""
+    if not lm.others:
+        with _scheduler(memory, session, decoding) as scheduler:
+            yield scheduler
+        return
+    pages = session.engine.pool.stats().physical
+    sessions = [session, *(other.session(pages=pages) for other in lm.others)]
+
+    def runtime(model: "LM", own: Session) -> Runtime:
+        @contextmanager
+        def on_thread(_: object) -> Iterator[Scheduler]:
+            model.adopt_thread()
+            with _scheduler(memory, own, decoding) as scheduler:
+                yield scheduler
+
+        return Runtime(on_thread)
+
+    runtimes = [runtime(model, own) for model, own in zip((lm, *lm.others), sessions, strict=True)]
+    with Fleet(runtimes, lanes=decoding.lanes, tokens=pages * PAGE_TOKENS) as fleet:
+        yield Several(fleet, decoding.lanes)
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from numem.policy.decision import Alternative, Decision
 from numem.runtime.continuation import Session, provenance
 from numem.runtime.engine import pages_for_lanes
 from numem.runtime.paging.pool import Route
-from numem.runtime.restore.kv import capture, restore_rows
+from numem.runtime.restore.capture import capture
+from numem.runtime.restore.kv import restore_rows
 from numem.store.memory import Memory
 
 if TYPE_CHECKING:

@@ -94,18 +94,26 @@ class ModelWeights:
             final_norm=_norm(weights, "final_norm"),
             layers=tuple(_layer(d, weights, index) for index in range(d.layers)),
             positions=_positions(weights, max_position),
-            tables={FULL: d.rope_tables(max_position), SLIDING: d.local_rope_tables(max_position)},
+            tables={
+                FULL: _tables(weights, d.rope_tables(max_position)),
+                SLIDING: _tables(weights, d.local_rope_tables(max_position)),
+            },
         )
 
 
-def emit(d: Descriptor, weights: ModelWeights, dtype: str, *, taps: bool = False) -> Program:
+def emit(d: Descriptor, weights: ModelWeights, dtype: str, *, taps: bool = False, join: bool = True) -> Program:
     """The program of a model.
 
     Args:
         dtype: of the weights, to which the scale of the embedding is rounded.
         taps: whether it looks at the points of `numem.models.taps`; the bits are the same either way.
+        join: whether neighbours are joined into calls of the C extension; otherwise the operations stay as they are,
+            for another device to run.
     """
-    return _Emission(d, weights, d.embed_factor(dtype), taps).program()
+    program = _Emission(d, weights, d.embed_factor(dtype), taps).program()
+    if join:
+        program.body, program.tail = joined(program.body), joined(program.tail)
+    return program
 
 
 class _Emission:
@@ -138,7 +146,7 @@ class _Emission:
             self._look("resid-post", index, self.x)
         result = self._norm(self.weights.final_norm, self.x, self.normed)
         head = [] if self.weights.head is None else [op.Head(self.weights.head, result, d.final_softcap)]
-        return Program(self.buffers, joined(body), joined(self.ops), head, carried=(self.x, self.q), result=result)
+        return Program(self.buffers, body, self.ops, head, carried=(self.x, self.q), result=result)
 
     def _keys(self, index: int, layer: LayerWeights) -> None:
         """Queries, keys and values of a layer; the latter two go to its pages."""
@@ -252,6 +260,11 @@ def _experts(moe: Moe, weights: Weights, index: int) -> Experts:
         for expert in range(moe.experts)
     ]
     return Experts(router, tuple(experts))
+
+
+def _tables(weights: Weights, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    cos, sin = tables
+    return weights.place(cos), weights.place(sin)
 
 
 def _positions(weights: Weights, max_position: int) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Language models: loading, and the verbs generate and chat."""
 
-import platform
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,6 +12,8 @@ from numem.identity.fingerprint import Identity
 from numem.lineage.decisions import DecisionLog
 from numem.models.architecture.descriptor import Descriptor
 from numem.models.architecture.reading import read_descriptor
+from numem.models.devices import CPU, current, device_class, device_names, gpu_refuses, resolve_device, use_here
+from numem.models.forward import ModelWeights
 from numem.models.hub.registry import resolve
 from numem.models.numerics import policy_of
 from numem.models.text.tokenizer import Tokenizer
@@ -20,18 +22,21 @@ from numem.models.weights.adapters import Given
 from numem.models.weights.checkpoint import Checkpoint
 from numem.models.weights.loader import Weights
 from numem.runtime.continuation import Continuation, Session
+from numem.runtime.device.fleet import Fleet
 from numem.runtime.engine import Engine, pages_for_lanes
 from numem.runtime.front import Runtime
 from numem.runtime.lanes.scheduler import Scheduler
+from numem.runtime.paging.pages import DTYPES
 from numem.runtime.paging.residency import Residency
 from numem.runtime.request import Token
 from numem.runtime.restore.arrivals import Arrivals
 from numem.runtime.sampling import GREEDY, Sampler
 
 if TYPE_CHECKING:
-    from numem.store.memory import Memory
+    import torch
 
-DEVICES = ("cpu", "auto")
+    from numem.models.device_transformer import DeviceTransformer
+    from numem.store.memory import Memory
 
 # How sentence-transformers says that a directory makes embeddings; configurations do not always differ.
 MODULES = "modules.json"
@@ -42,16 +47,20 @@ class LM:
 
     Attributes:
         directory: where its files are.
-        descriptor, tokenizer, decoder: its parts.
+        descriptor, tokenizer, decoder: its parts; a decoder on a GPU is a
+            `numem.models.device_transformer.DeviceTransformer`.
         identity: identity of the attention state it makes.
+        others: the same model on the other GPUs where several were named, for `fleet`; everything else is done here.
     """
+
+    others: "tuple[LM, ...]" = ()
 
     def __init__(
         self,
         directory: Path,
         descriptor: Descriptor,
         tokenizer: Tokenizer,
-        decoder: Transformer,
+        decoder: "Transformer | DeviceTransformer",
         identity: Identity,
     ) -> None:
         self.directory = directory
@@ -64,6 +73,11 @@ class LM:
     @property
     def max_position(self) -> int:
         return self.decoder.max_position
+
+    def adopt_thread(self) -> None:
+        """Let the calling thread launch on the model's GPU from now on; nothing on the CPU."""
+        if not isinstance(self.decoder, Transformer):
+            use_here(self.decoder.device)
 
     def session(self, *, pages: int | None = None, debug: bool = False, canary: bool = False) -> Session:
         """A new engine with pages of its own (default: one sequence of max_position tokens)."""
@@ -97,6 +111,7 @@ class LM:
 
         @contextmanager
         def scheduler(on_token: Callable[[Token], None]) -> Iterator[Scheduler]:
+            self.adopt_thread()
             session = self.session(pages=pages)
             log = None if memory is None else DecisionLog(memory, self.identity.scope)
             with Arrivals(session, memory, tier=tier, decisions=log) as arrivals:
@@ -123,6 +138,14 @@ class LM:
                     yield made
 
         return Runtime(scheduler, queue=queue)
+
+    def fleet(
+        self, *, lanes: int = 8, memory: "Memory | None" = None, tier: str | None = None, tokens: int | None = None
+    ) -> Fleet:
+        """A runtime of `lanes` lanes on each GPU that the model lies on, behind one front; arguments as of `runtime`."""
+        each = self.max_position if tokens is None else tokens
+        runtimes = [lm.runtime(lanes=lanes, memory=memory, tier=tier, tokens=tokens) for lm in (self, *self.others)]
+        return Fleet(runtimes, lanes=lanes, tokens=lanes * each)
 
     def start(self, tokens: Sequence[int]) -> Continuation:
         """A continuation in the model's own session, which holds two sequences of max_position tokens."""
@@ -177,7 +200,7 @@ def load_lm(
     key_or_dir: str | Path,
     *,
     device: str = "cpu",
-    dtype: str = "float32",
+    dtype: str | None = None,
     quantise: str | None = None,
     adapters: Sequence[Given] = (),
     max_position: int | None = None,
@@ -188,9 +211,12 @@ def load_lm(
 
     Args:
         key_or_dir: for example "smollm2-135m-instruct", or a path.
-        device: "cpu", or "auto" (the CPU in this version).
+        device: "cpu"; "cuda" or "cuda:N", an NVIDIA GPU (`pip install numem[cuda]`); "auto", the GPU with the most free
+            memory where there is one that the model fits, else the CPU; several GPUs, "cuda:all" or "cuda:0,cuda:1", of
+            which the first does what one model does and all of them serve `LM.fleet`. State of one kind of device is
+            found by the same kind alone.
         dtype: "float32" or "bfloat16", of cache, weights that are not quantised and the rows that enter them; sums,
-            norms and the residual stream are float32.
+            norms and the residual stream are float32. Default: "float32" on the CPU, "bfloat16" on a GPU.
         quantise: None; "q8"; "q4" (symmetric), "q4a" (with a minimum) or "q4k" (super-blocks); or "native" for weights
             that were quantised before: per matrix the smallest format that holds it as it is.
         adapters: LoRA directories of PEFT, or (directory, scale), merged into the weights in this order.
@@ -199,10 +225,23 @@ def load_lm(
         salt: a tenant's secret, empty for none; its state is found under no other salt.
 
     Raises:
-        UnknownModelError, FetchError, CheckpointError, UnsupportedModelError, InputError.
+        UnknownModelError, FetchError, CheckpointError, InputError.
+        UnsupportedModelError: an architecture, setting or device that is not run; it names the device and the remedy.
+        CapacityError: the model does not fit the GPU that is named.
     """
-    if device not in DEVICES:
-        raise UnsupportedModelError(f"device {device!r} is not available here; use one of {', '.join(DEVICES)}")
+    device, *more = device_names(device)
+    if more:
+        first, *others = (
+            load_lm(
+                key_or_dir, device=name, dtype=dtype, quantise=quantise, adapters=adapters, max_position=max_position,
+                offline=offline, salt=salt,
+            )
+            for name in (device, *more)
+        )  # fmt: skip
+        for other, name in zip(others, more, strict=True):
+            other.identity.require_exact(first.identity, f"device {name}: state")
+        first.others = tuple(others)
+        return first
     directory = resolve(key_or_dir, offline=offline)
     checkpoint = Checkpoint(directory)
     descriptor = read_descriptor(checkpoint.config, checkpoint.names)
@@ -214,14 +253,55 @@ def load_lm(
     limit = min(descriptor.position_limit, 8192) if max_position is None else max_position
     if not 0 < limit <= descriptor.max_pos:
         raise InputError(f"max_position {limit} lies outside [1, {descriptor.max_pos}], the model's own range")
-    weights = Weights(checkpoint, descriptor, dtype=dtype, quantise=quantise, adapters=adapters)
-    decoder = Transformer(descriptor, weights, dtype=dtype, max_position=limit)
+    place = resolve_device(
+        device, needs=_needs(descriptor, dtype or "bfloat16", quantise, limit), refused=gpu_refuses(descriptor)
+    )
+    dtype = dtype or ("float32" if place.type == "cpu" else "bfloat16")
+    if place.type == "cpu":
+        weights = Weights(checkpoint, descriptor, dtype=dtype, quantise=quantise, adapters=adapters)
+        decoder: Transformer | DeviceTransformer = Transformer(descriptor, weights, dtype=dtype, max_position=limit)
+    else:
+        with current(place):
+            weights, decoder = _on_gpu(checkpoint, descriptor, place, dtype, quantise, adapters, limit)
     weights.release()
     return LM(directory, descriptor, tokenizer, decoder, identity_of(weights, descriptor, tokenizer, decoder, salt))
 
 
+def _on_gpu(
+    checkpoint: Checkpoint,
+    descriptor: Descriptor,
+    device: "torch.device",
+    dtype: str,
+    quantise: str | None,
+    adapters: Sequence[Given],
+    max_position: int,
+) -> "tuple[Weights, DeviceTransformer]":
+    """Weights and decoder on a device with kernels in Triton, which nothing else imports."""
+    from numem.models.device_transformer import DeviceTransformer
+    from numem.models.weights.device_maker import DeviceMaker
+
+    descriptor.check_dtype(dtype)
+    maker = DeviceMaker(device, DTYPES[dtype])
+    weights = Weights(checkpoint, descriptor, dtype=dtype, quantise=quantise, adapters=adapters, maker=maker)
+    made = ModelWeights.read(descriptor, weights, max_position)
+    return weights, DeviceTransformer(descriptor, made, dtype=dtype, max_position=max_position, device=device)
+
+
+def _needs(descriptor: Descriptor, dtype: str, quantise: str | None, max_position: int) -> int:
+    """Bytes that a model takes on a GPU at least: its weights, and pages for one sequence."""
+    size = 4 if dtype == "float32" else 2
+    bits = 8 * size if quantise is None else 8.5 if quantise == "q8" else 4.5  # at least: tables may have more
+    weights = sum(math.prod(shape) for shape in descriptor.shapes().values())
+    row = 2 * descriptor.layers * descriptor.kv_heads * descriptor.head_dim * size
+    return int(weights * bits / 8) + max_position * row
+
+
 def identity_of(
-    weights: Weights, descriptor: Descriptor, tokenizer: Tokenizer, decoder: Transformer, salt: bytes = b""
+    weights: Weights,
+    descriptor: Descriptor,
+    tokenizer: Tokenizer,
+    decoder: "Transformer | DeviceTransformer",
+    salt: bytes = b"",
 ) -> Identity:
     """Identity of a decoder's attention state.
 
@@ -236,5 +316,11 @@ def identity_of(
         "program": "numem/decoder/v1",
         "tokenizer": tokenizer.digest().hex(),
     }
-    policy = policy_of(descriptor, decoder.dtype, quantised=weights.formats)
-    return Identity(semantic, policy, f"cpu-{platform.machine()}", salt)
+    if isinstance(decoder, Transformer):
+        policy = policy_of(descriptor, decoder.dtype, quantised=weights.formats)
+        return Identity(semantic, policy, device_class(CPU), salt)
+    from numem.models.device_numerics import device_policy
+
+    with current(decoder.device):
+        policy = device_policy(descriptor, decoder.dtype, decoder.device, quantised=weights.formats)
+    return Identity(semantic, policy, device_class(decoder.device), salt)

@@ -52,13 +52,20 @@ def policy_of(
         causal=d.causal,
         quantised=tuple(quantised),
     )
-    # The position tables come from libm; their bytes join the self-test, so that another libm is another policy.
+    outputs = [*(table.numpy() for table in position_tables(d)), *_routing(d.moe), *more]
+    return NumericPolicy(policy_name(), blake3_of([self_test(shapes), *outputs]))
+
+
+def position_tables(d: Descriptor) -> list[torch.Tensor]:
+    """Cosines and sines of the first positions.
+
+    They come from libm; their bytes join the self-test, so that another libm is another policy.
+    """
     limit = min(d.position_limit, _POSITIONS)
     tables = [*d.rope_tables(limit)] if d.rope is not None else []
     if d.rope_local is not None:
         tables += d.local_rope_tables(limit)
-    outputs = [*(table.numpy() for table in tables), *_routing(d.moe), *more]
-    return NumericPolicy(policy_name(), blake3_of([self_test(shapes), *outputs]))
+    return tables
 
 
 def _routing(moe: Moe | None) -> tuple[np.ndarray, ...]:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from numem.errors import ContextLengthError, InputError
+from numem.errors import ContextLengthError, InputError, UnsupportedModelError
 from numem.models.lm import LM
+from numem.models.transformer import Transformer
 from numem.runtime.engine import whole_texts
 
 POINTS = ("resid-pre", "attn-out", "resid-mid", "mlp-out", "resid-post")
@@ -55,7 +56,9 @@ def trace(
     Raises:
         InputError: no tokens, an unknown point or layer, or an edit of another shape or dtype.
         ContextLengthError: more tokens than max_position.
+        UnsupportedModelError: the model lies on a GPU.
     """
+    decoder = _decoder(lm)
     edits = {} if edit is None else edit
     for point, layer in (*capture, *edits):
         if point not in POINTS or not 0 <= layer < lm.descriptor.layers:
@@ -75,7 +78,7 @@ def trace(
     if len(tokens) > lm.max_position:
         raise ContextLengthError(f"trace: {len(tokens)} tokens pass max_position {lm.max_position}; shorten the text")
     rows, pages = whole_texts([tokens])
-    logits = lm.decoder.forward(rows, lm.decoder.scratch(pages), tap=tap).numpy()
+    logits = decoder.forward(rows, decoder.scratch(pages), tap=tap).numpy()
     return Trace(logits, captured)
 
 
@@ -89,12 +92,12 @@ def hidden_states(lm: LM, tokens: Sequence[int], positions: str = "last") -> np.
         float32 [layers + 1, hidden], or [layers + 1, tokens, hidden].
 
     Raises:
-        InputError, ContextLengthError: as `trace`.
+        InputError, ContextLengthError, UnsupportedModelError: as `trace`.
     """
     if positions not in ("last", "all"):
         raise InputError(f'hidden_states: positions {positions!r} is neither "last" nor "all"')
     *entering, leaving = _streams(lm, tokens)
-    found = np.stack([*entering, lm.decoder.normed(torch.from_numpy(leaving)).numpy()])
+    found = np.stack([*entering, _decoder(lm).normed(torch.from_numpy(leaving)).numpy()])
     return found[:, -1] if positions == "last" else found
 
 
@@ -105,10 +108,16 @@ def logit_lens(lm: LM, tokens: Sequence[int]) -> np.ndarray:
         float32 [layers + 1, vocab]; the last row is the model's own logits.
 
     Raises:
-        InputError, ContextLengthError: as `trace`.
+        InputError, ContextLengthError, UnsupportedModelError: as `trace`.
     """
     streams = _streams(lm, tokens)
-    return lm.decoder.unembed(torch.from_numpy(np.stack([stream[-1] for stream in streams]))).numpy()
+    return _decoder(lm).unembed(torch.from_numpy(np.stack([stream[-1] for stream in streams]))).numpy()
+
+
+def _decoder(lm: LM) -> Transformer:
+    if not isinstance(lm.decoder, Transformer):
+        raise UnsupportedModelError(f"taps: {lm.directory} lies on {lm.decoder.device}; load it with device='cpu'")
+    return lm.decoder
 
 
 def _streams(lm: LM, tokens: Sequence[int]) -> list[np.ndarray]:

@@ -32,6 +32,9 @@ class Transformer:
         max_position: positions that may be evaluated.
     """
 
+    device = torch.device("cpu")
+    max_rows = MAX_ROWS
+
     def __init__(self, descriptor: Descriptor, weights: Weights, *, dtype: str, max_position: int) -> None:
         if dtype not in DTYPES:
             raise InputError(f"transformer: dtype {dtype!r} is not one of {sorted(DTYPES)}")

@@ -5,6 +5,7 @@ cache         [0, n)           |  ^ pending, evaluated at position n by the next
 """
 
 import platform
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from numem.identity.chain import pack_tokens, unpack_tokens
 from numem.identity.fingerprint import Identity
 from numem.runtime.engine import Engine
 from numem.runtime.paging.pool import Route
-from numem.runtime.restore.kv import Restored, capture, raw, restore_rows
+from numem.runtime.restore.capture import capture
+from numem.runtime.restore.kv import Restored, raw, restore_rows
 from numem.runtime.sampling import GREEDY, Sampler
 
 if TYPE_CHECKING:
@@ -245,7 +247,8 @@ class Continuation:
 
 def provenance() -> dict[str, str]:
     """Versions that made a piece of state: recorded with it, never part of an id."""
-    return {"numem": _version("numem"), "torch": _version("torch"), "python": platform.python_version()}
+    names = ["numem", "torch", *(["triton"] if "triton" in sys.modules else [])]  # it is imported for a GPU alone
+    return {**{name: _version(name) for name in names}, "python": platform.python_version()}
 
 
 def _version(name: str) -> str:

@@ -19,7 +19,7 @@ from numem.runtime.paging.pool import Capacity, PagePool, Reservation, Route
 from numem.runtime.sampling import Peak
 from numem.state.spec import StateSpec
 
-# Rows of one forward call. Any value gives the same bits; this one keeps the activations of a layer in cache.
+# Rows of one forward call on the CPU. Any value gives the same bits; this one keeps the activations of a layer in cache.
 MAX_ROWS = 512
 
 
@@ -67,13 +67,20 @@ class Span:
 
 
 class Decoder(Protocol):
-    """What the engine needs of a model."""
+    """What the engine needs of a model.
+
+    Attributes:
+        device: where its pages lie.
+        max_rows: rows of one forward call.
+    """
 
     spec: StateSpec
     kv_heads: int
     head_dim: int
     vocab: int
     max_position: int
+    max_rows: int
+    device: torch.device
 
     def forward(self, rows: Rows, storage: PageStorage) -> torch.Tensor:
         """Write the rows' keys and values into the pages; return float32 logits [R, vocab]."""
@@ -106,7 +113,13 @@ class Engine:
         self.max_position = decoder.max_position
         physical = pages or -(-decoder.max_position // PAGE_TOKENS)
         self.storage = PageStorage(
-            decoder.spec, decoder.kv_heads, decoder.head_dim, physical, poison=debug, canary=canary
+            decoder.spec,
+            decoder.kv_heads,
+            decoder.head_dim,
+            physical,
+            poison=debug,
+            canary=canary,
+            device=decoder.device,
         )
         self.pool = PagePool(physical, PAGE_TOKENS, self.storage.guard)
         self.page_copies = 0
@@ -235,14 +248,15 @@ class Engine:
         return flat
 
     def _forward(self, arrays: "_Arrays") -> np.ndarray:
-        """Logits of the wanted rows, evaluated at most MAX_ROWS at a time."""
+        """Logits of the wanted rows, evaluated at most `max_rows` at a time."""
         rows, count = arrays.tensors, arrays.shape[0]
-        if count <= MAX_ROWS:
+        most = self.decoder.max_rows
+        if count <= most:
             logits = self.decoder.forward(rows, self.storage)
             return arrays.logits if arrays.logits is not None and logits is rows.out else logits.numpy()
         pieces = []
-        for a in range(0, count, MAX_ROWS):
-            b = a + MAX_ROWS
+        for a in range(0, count, most):
+            b = a + most
             part = Rows(
                 rows.tokens[a:b],
                 rows.positions[a:b],

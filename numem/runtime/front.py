@@ -64,7 +64,7 @@ class Runtime:
             RejectedError: too many requests are open.
             ClosedError, ModelError: the runtime is not open, or its thread has failed.
         """
-        return Stream(self._submit(request, streamed=True), self._abandon)
+        return self.submit(request)
 
     async def complete(self, request: Request) -> list[Outcome]:
         """Outcomes of a request, one per sample, in order. Cancelling the task cancels the request.
@@ -72,18 +72,25 @@ class Runtime:
         Raises:
             As `stream`, and what the scheduler refuses a request with.
         """
-        async with Stream(self._submit(request, streamed=False), self._abandon) as stream:
+        async with self.submit(request, streamed=False) as stream:
             return await stream.result()
 
     def run(self, request: Request) -> list[Outcome]:
         """`complete` for a plain thread: blocks until the request has ended."""
-        inbox = self._submit(request, streamed=False)
-        try:
-            while not inbox.done:
-                inbox.wait()
-        finally:
-            self._abandon(inbox)
-        return inbox.result()
+        return self.submit(request, streamed=False).wait()
+
+    def submit(self, request: Request, *, streamed: bool = True) -> Stream:
+        """Submit a request; as `stream`, and without `streamed` its tokens are not kept for a reader."""
+        return Stream(self._submit(request, streamed=streamed), self._abandon)
+
+    @property
+    def load(self) -> int:
+        """Requests that are open, waiting or running."""
+        return len(self._open)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request of this id is open."""
+        return request_id in self._open
 
     def cancel(self, request_id: str) -> bool:
         """End a request as cancelled if it is open; the outcome has what was generated until then."""

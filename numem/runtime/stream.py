@@ -130,6 +130,17 @@ class Stream:
             await self._wait()
         return self._inbox.result()
 
+    def wait(self) -> list[Outcome]:
+        """As `result`, for a plain thread: blocks until the end; a thread that is interrupted cancels the request."""
+        inbox = self._inbox
+        inbox.tokens = None
+        try:
+            while not inbox.done:
+                inbox.wait()
+        finally:
+            self._cancel(inbox)
+        return inbox.result()
+
     async def aclose(self) -> None:
         """End the request as cancelled, unless it has ended."""
         self._cancel(self._inbox)

@@ -26,6 +26,7 @@ from numem.store.placement.leases import TTL_S, Lease
 from numem.store.placement.residency import Residency
 from numem.store.publication import intake
 from numem.store.publication.capture import PublicationLimits
+from numem.store.reading.host import Borrowed
 from numem.store.reports import (
     PromoteReport,
     PublishReceipt,
@@ -312,6 +313,25 @@ class Memory(Handle):
         parts.catalog.refresh("placements")
         report = parts.reader.read(requests, tier, self._read_deadline_s if deadline_s is None else deadline_s)
         return replace(report, ms=(time.perf_counter() - started) * 1e3)
+
+    def borrow(
+        self, content: bytes, *, tier: str | None = None, page_locked: bool = False
+    ) -> tuple[str, Borrowed] | None:
+        """A piece where a tier in RAM holds it, and the tier's name; verified, not copied, and to be released. None where
+        no tier does.
+
+        Args:
+            tier: this tier alone.
+            page_locked: only memory from which a device copies beside the host.
+        """
+        parts = self._open()
+        for name, host in parts.hosts.items():
+            found = host.borrow(content, page_locked=page_locked) if tier in (None, name) else None
+            if found is not None:
+                parts.stats.add("reads", 1)
+                parts.stats.add("bytes_read", found.data.nbytes)
+                return name, found
+        return None
 
     @property
     def residency(self) -> Residency:

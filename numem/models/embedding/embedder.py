@@ -1,17 +1,17 @@
 """Embedding models: loading, and the verb embed."""
 
-import platform
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from numem.errors import CheckpointError, InputError
+from numem.errors import CheckpointError, InputError, UnsupportedModelError
 from numem.identity.chain import PAGE_TOKENS
 from numem.identity.fingerprint import Identity
 from numem.models.architecture.descriptor import Descriptor
 from numem.models.architecture.reading import read_descriptor
+from numem.models.devices import CPU, device_class
 from numem.models.embedding.encoding import TextEncoder, read_encoder
 from numem.models.embedding.files import ModelFiles
 from numem.models.embedding.modules import Modules, read_modules
@@ -171,6 +171,7 @@ def passes(lengths: Sequence[int], pages: int) -> Iterator[tuple[int, int]]:
 def load_embedder(
     key_or_dir: str | Path,
     *,
+    device: str = "cpu",
     dtype: str = "float32",
     quantise: str | None = None,
     max_tokens: int | None = None,
@@ -180,6 +181,7 @@ def load_embedder(
 
     Args:
         key_or_dir: for example "all-minilm-l6-v2", or a path.
+        device: "cpu", or "auto", which is the CPU too: embedding models are not run on GPUs.
         dtype: "float32" or "bfloat16", of weights and of the rows that enter linear layers; pooling and what follows it
             are float32.
         quantise: a format of `numem.kernels.formats`, of the transformer's matrices; None leaves them as they are.
@@ -189,6 +191,8 @@ def load_embedder(
     Raises:
         UnknownModelError, FetchError, CheckpointError, UnsupportedModelError, InputError.
     """
+    if device not in ("cpu", "auto"):
+        raise UnsupportedModelError(f"device {device!r}: embedding models are run on the CPU alone; use device='cpu'")
     directory = resolve(key_or_dir, offline=offline)
     files = ModelFiles(directory)
     checkpoint = Checkpoint(directory)
@@ -213,5 +217,5 @@ def load_embedder(
         **weights.describe(),
     }
     policy = policy_of(descriptor, dtype, [probe(descriptor.hidden)], quantised=weights.formats)
-    identity = Identity(semantic, policy, f"cpu-{platform.machine()}")
+    identity = Identity(semantic, policy, device_class(CPU))
     return Embedder(directory, descriptor, transformer, encoder, modules, prompts, identity, head)

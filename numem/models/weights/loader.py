@@ -10,15 +10,15 @@ from torch import Tensor
 
 from numem.errors import UnsupportedModelError
 from numem.identity.canonical import canonical_json
+from numem.kernels import formats
 from numem.kernels.formats import FORMATS
-from numem.kernels.linear import PackedLinear
 from numem.kernels.operations import Linear
-from numem.kernels.quantised import QuantisedLinear
 from numem.models.architecture.descriptor import Descriptor, Source
 from numem.models.hub.registry import cache_dir
 from numem.models.weights import quantisation
 from numem.models.weights.adapters import Given, Merge
 from numem.models.weights.checkpoint import Checkpoint
+from numem.models.weights.maker import CpuMaker, Maker
 from numem.models.weights.streams import DIRECTORY, Stream, StreamFile
 from numem.runtime.paging.pages import DTYPES
 
@@ -47,6 +47,8 @@ class Weights:
         quantise: a name of `numem.models.weights.quantisation`, None for none. Quantised matrices are kept in a file for
             the next load; see `numem.models.weights.streams`.
         adapters: LoRA directories, or (directory, scale), merged in order.
+        maker: what puts them where their kernels read them; default: the CPU's. The codes of quantised matrices and the
+            merged weights are the same for all.
 
     Raises:
         InputError, CheckpointError, UnsupportedModelError.
@@ -60,6 +62,7 @@ class Weights:
         dtype: str,
         quantise: str | None = None,
         adapters: Sequence[Given] = (),
+        maker: Maker | None = None,
     ) -> None:
         descriptor.check_dtype(dtype)
         if quantise is not None:
@@ -76,6 +79,7 @@ class Weights:
         self.descriptor = descriptor
         self.dtype = dtype
         self.quantise = quantise
+        self._maker = CpuMaker() if maker is None else maker
         embed = descriptor.tensor("embed")
         self._merge = Merge(adapters, {n: s for n, s in shapes.items() if len(s) == 2 and n != embed})
         self._formats: dict[str, dict[tuple[int, int], str]] = {}
@@ -88,7 +92,7 @@ class Weights:
     def linear(self, roles: tuple[str, ...], layer: int = 0, expert: int | None = None) -> Linear:
         """The matrices of some roles as one layer: their rows one after another, and their biases where any has one."""
         sources = [self.descriptor.source(role, layer, expert or 0) for role in roles]
-        biases = [self.vector(f"{role}_bias", layer) for role in roles]
+        biases = [self._values(f"{role}_bias", layer) for role in roles]
         bias = None
         if any(b is not None for b in biases):
             sizes = [self.checkpoint.shape(source.name)[0] for source in sources]
@@ -98,13 +102,21 @@ class Weights:
             made = self._quantised(roles, layer, expert, sources, bias)
         if made is None:
             dtype = torch.float32 if _FLOAT32_ROLES.issuperset(roles) else DTYPES[self.dtype]
-            made = PackedLinear.of_parts([self._part(source) for source in sources], dtype, bias)
+            made = self._maker.dense([self._part(source) for source in sources], dtype, bias)
         for source in sources:
             self.checkpoint.release(source.name)
         return made
 
     def vector(self, role: str, layer: int = 0) -> Tensor | None:
         """A norm's weight, a bias or a table of positions as float32; None where the model lacks the role."""
+        values = self._values(role, layer)
+        return None if values is None else self._maker.vector(values)
+
+    def place(self, table: Tensor) -> Tensor:
+        """A float32 table that is no weight, where kernels read it."""
+        return self._maker.vector(table)
+
+    def _values(self, role: str, layer: int) -> Tensor | None:
         if role not in self.descriptor.names:
             return None
         name = self.descriptor.tensor(role, layer)
@@ -154,27 +166,23 @@ class Weights:
 
     def _quantised(
         self, roles: tuple[str, ...], layer: int, expert: int | None, sources: list[Source], bias: Tensor | None
-    ) -> QuantisedLinear | None:
+    ) -> Linear | None:
         group = "+".join(roles) + f".{layer}" + ("" if expert is None else f".{expert}")
         stored = [self._stored(source) for source in sources]
         n, k = sum(len(part) for part in stored), stored[0].shape[1]
-        made: QuantisedLinear | None = None
         stream = self._kept.get(group)
-        if group in self._kept and (stream is None or (stream.n, stream.k) == (n, k)):
-            made = None if stream is None else QuantisedLinear.of_planes(stream.format, n, k, stream.planes, bias)
-        else:
+        if group not in self._kept or (stream is not None and (stream.n, stream.k) != (n, k)):
             stream = None
             chosen = quantisation.choose(self.quantise or "", roles, k, lambda: self._slabs(sources))
             if chosen is not None:
-                made = QuantisedLinear.of_parts(
-                    [self._part(s) for s in sources], chosen, bias, name=" + ".join(s.name for s in sources)
-                )
-                stream = Stream(chosen, n, k, made.planes())
+                name = " + ".join(s.name for s in sources)
+                planes = formats.quantise([self._part(s) for s in sources], chosen, name)
+                stream = Stream(chosen, n, k, planes)
         self._made[group] = stream
         for role in roles:
             text = self.dtype if stream is None else f"{stream.format}/{FORMATS[stream.format].version}"
             self._formats.setdefault(role, {})[layer, expert or 0] = text
-        return made
+        return None if stream is None else self._maker.quantised(stream.format, n, k, stream.planes, bias)
 
     def _stored(self, source: Source) -> Tensor:
         return self.checkpoint.tensor(source.name)[source.index]

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from numem.identity.chain import CHUNK_TOKENS, PAGE_TOKENS
 from numem.runtime.continuation import Published, Session, provenance
 from numem.runtime.paging.route import PageLease, Route
-from numem.runtime.restore.kv import capture_pages
+from numem.runtime.restore.capture import capture_pages
 
 if TYPE_CHECKING:
+    from numem.runtime.device.streams import Event
     from numem.store.memory import Memory
 
 
@@ -60,14 +61,22 @@ class Publisher:
         """Publish the rows of a route up to `boundary`; the route may be released at once."""
         engine = self._session.engine
         lease = engine.pool.lease(route)
-        future = self._thread.submit(self.publish, list(tokens), lease, boundary(route.length))
+        # On a device the rows are there behind this point; their copies wait for it, and decoding for nothing.
+        after = engine.storage.fence()
+        future = self._thread.submit(self.publish, list(tokens), lease, boundary(route.length), after)
         self._pending.append(Publication(name, lease, future))
 
-    def publish(self, tokens: Sequence[int], lease: PageLease, upto: int) -> Published:
-        """Capture rows [0, upto) of leased pages and hand them to the memory; waits where its queue is full."""
+    def publish(self, tokens: Sequence[int], lease: PageLease, upto: int, after: "Event | None" = None) -> Published:
+        """Capture rows [0, upto) of leased pages and hand them to the memory; waits where its queue is full.
+
+        Args:
+            after: on a device, behind which the rows are written.
+        """
         session = self._session
         self._memory.register(session.identity)
-        found = capture_pages(self._memory, session.engine, session.identity, tokens, lease, upto, provenance())
+        found = capture_pages(
+            self._memory, session.engine, session.identity, tokens, lease, upto, provenance(), after=after
+        )
         pairs = zip(found.nodes, found.payloads, strict=True)
         # The payloads are copies already, which nobody else writes: the memory need not copy them again.
         tickets = tuple(self._memory.publish(node, payloads, capture="later") for node, payloads in pairs)

@@ -8,6 +8,7 @@ rows        |-- shared ---|-- computed ----|   missing  |----- loaded -----|-- c
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from numem.errors import InputError
 from numem.policy.costs import Costs
@@ -17,6 +18,10 @@ from numem.runtime.engine import Engine, Span
 from numem.runtime.paging.pool import Capacity, Reservation, Route
 from numem.runtime.restore.kv import Restored, floors_after, place
 from numem.runtime.restore.loader import Load, Loader, Wanted, observe
+from numem.runtime.restore.payload import drop
+
+if TYPE_CHECKING:
+    from numem.runtime.device.streams import Event
 
 # Fewer rows of one step tell of the step, not of the rows.
 PREFILL_ROWS = 16
@@ -83,7 +88,9 @@ class Arrival:
         self._wanted: tuple[Wanted, ...] = ()
         self._waits = False
         self._reservation: Reservation | None = None
-        self._landed: dict[int, int] = {}
+        # On a device the rows of a chunk are there behind its event; nobody reads them before `_meet` passes over them.
+        self._landed: dict[int, tuple[int, Event | None]] = {}
+        self._after: Event | None = None
         self._whole = route.length
         self._floors = route.floors
         self._work: Work | None = None
@@ -100,6 +107,8 @@ class Arrival:
         """
         self._loader, self._load, self._wanted = loader, load, tuple(wanted)
         self._reservation, self._waits = reservation, waits
+        # Behind it nobody reads or fills the pages, which were free: what lands need not wait for later steps.
+        self._after = self._engine.storage.fence()
         # Said before the first row lands, so that nobody takes what is left out for rows.
         self._set_floors()
 
@@ -176,14 +185,21 @@ class Arrival:
         news = self._hear()
         nbytes = 0
         began = time.perf_counter()
-        for loaded in taken:
-            wanted = loaded.wanted
-            if wanted.end > self.front:
+        try:
+            for loaded in taken:
+                wanted = loaded.wanted
+                if wanted.end <= self.front:
+                    loaded.payload.drop()
+                    continue
                 first = max(self.front, wanted.hit.node.start)
-                place(self._engine, self._reservation.pages, wanted.hit, loaded.payload, self.front)
-                self._landed[first] = wanted.end
+                pages = self._reservation.pages
+                event = place(self._engine, pages, wanted.hit, loaded.payload, self.front, self._after)
+                self._landed[first] = (wanted.end, event)
                 self.restored.tokens += wanted.end - first
                 nbytes += wanted.nbytes
+        except BaseException:
+            drop([loaded.payload for loaded in taken])
+            raise
         if nbytes:
             ms = (time.perf_counter() - began) * 1e3
             self.restored.load_ms += ms
@@ -202,6 +218,7 @@ class Arrival:
         if self._load is not None and self._loader is not None:
             self._loader.cancel(self._load)
             self._load = None
+        self._join_landed()
         pending = self._work.reservation if self._work is not None else None
         self._work = None
         for reservation in (pending, self._reservation):
@@ -279,10 +296,17 @@ class Arrival:
             self.route, floors_after(self._engine.decoder.spec, hits, self._whole, self._floors)
         )
 
+    def _join_landed(self) -> None:
+        """Let nobody write to pages before what is on its way to them is there."""
+        for _, event in self._landed.values():
+            self._engine.storage.join(event)
+        self._landed.clear()
+
     def _meet(self) -> None:
         """Pass over what has landed at the front; where nothing is missing any more the rows join the route."""
         while self.front in self._landed:
-            self.front = self._landed.pop(self.front)
+            self.front, event = self._landed.pop(self.front)
+            self._engine.storage.join(event)
         if self._load is not None and self.front >= self._wanted[-1].end:
             assert self._loader is not None and self._reservation is not None
             self._loader.cancel(self._load)

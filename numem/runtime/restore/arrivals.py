@@ -66,7 +66,8 @@ class Arrivals:
         self._kept = costs is None and memory is not None
         self.costs = costs or (load_costs(memory, session.identity) if memory is not None else Costs())
         self.decisions = decisions
-        self._loader = None if memory is None else Loader(memory, session.engine.decoder.spec)
+        engine = session.engine
+        self._loader = None if memory is None else Loader(memory, engine.decoder.spec, staging=engine.storage.transfers)
         self._finished = 0
 
     def begin(

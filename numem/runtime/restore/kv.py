@@ -1,7 +1,7 @@
-"""Attention state between pages and the durable plane: capture into nodes, load back into pages."""
+"""Attention state between pages and the durable plane: rows out of pages, and loads back into them."""
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,24 +9,19 @@ import numpy as np
 import torch
 
 from numem.errors import DeadlineError, OutOfPlanError, StoreError
-from numem.identity.chain import plan
-from numem.identity.digest import content_id
-from numem.identity.fingerprint import Identity
 from numem.runtime.engine import Engine
-from numem.runtime.paging.pages import DTYPES
 from numem.runtime.paging.pool import PageLease, Route
-from numem.runtime.restore.chunks import chunk_grid, chunk_node
+from numem.runtime.restore.chunks import chunk_grid
+from numem.runtime.restore.payload import Payload, borrow, drop, room_for
 from numem.runtime.restore.prefix import Hit, Match, lookup, select
 from numem.state.groups import Floor, Group
 from numem.state.load import window_floors
-from numem.state.node import Node
 from numem.state.spec import StateSpec
 
 if TYPE_CHECKING:
+    from numem.runtime.device.streams import Event
+    from numem.runtime.device.transfer import Transfers
     from numem.store.memory import Memory
-
-# What was read of a hit: the rows of its needed groups, [members, rows, width] each.
-Payload = list[torch.Tensor]
 
 # Chunks read by one call of the store; bounds the staging memory of a restore.
 READ_AHEAD = 8
@@ -37,79 +32,29 @@ def raw(payload: torch.Tensor) -> np.ndarray:
     return payload.view(-1).view(torch.uint8).numpy()
 
 
-@dataclass(slots=True)
-class Captured:
-    """Chunks of one boundary, ready to be staged or published: of every node the payloads of its groups."""
-
-    nodes: list[Node] = field(default_factory=list)
-    payloads: list[list[np.ndarray]] = field(default_factory=list)
-    reused: list[bytes] = field(default_factory=list)
-
-
-def capture(
-    memory: "Memory",
-    engine: Engine,
-    identity: Identity,
-    tokens: Sequence[int],
-    route: Route,
-    *,
-    upto: int | None = None,
-    provenance: dict[str, str] | None = None,
-    skip: Container[bytes] = (),
-) -> Captured:
-    """Export the chunks of `[0, upto)` that are not durable in the memory's home yet, but for those in `skip`.
-
-    The pages are leased while they are read, so that eviction or release cannot change them.
-
-    Raises:
-        OutOfPlanError: rows that are not computed, or that lie below a window floor and were not loaded.
-    """
-    upto = route.length if upto is None else upto
-    if not 0 <= upto <= route.length:
-        raise OutOfPlanError(f"capture: boundary {upto} lies outside [0, {route.length}], the rows that are computed")
-    with engine.pool.lease(route) as lease:
-        return capture_pages(memory, engine, identity, tokens, lease, upto, provenance, skip)
-
-
-def capture_pages(
-    memory: "Memory",
-    engine: Engine,
-    identity: Identity,
-    tokens: Sequence[int],
-    lease: PageLease,
-    upto: int,
-    provenance: dict[str, str] | None = None,
-    skip: Container[bytes] = (),
-) -> Captured:
-    """`capture` of pages that the caller has leased; on any thread, as a leased page is never written."""
-    spec = engine.decoder.spec
-    out = Captured()
-    for chunk in plan(identity.scope, tokens, upto):
-        if chunk.id in skip:
-            continue
-        if memory.durable(chunk.id):
-            out.reused.append(chunk.id)
-            continue
-        payloads = [raw(group_rows(engine, lease, chunk.start, chunk.count, group)) for group in spec.retained]
-        contents = [content_id(payload, identity.content_key) for payload in payloads]
-        out.nodes.append(chunk_node(chunk, identity.scope, spec, contents, provenance or {}))
-        out.payloads.append(payloads)
-    return out
-
-
-def group_rows(engine: Engine, held: Route | PageLease, start: int, count: int, group: Group) -> torch.Tensor:
+def group_rows(
+    engine: Engine, held: Route | PageLease, start: int, count: int, group: Group, after: "Event | None" = None
+) -> torch.Tensor:
     """A group's rows [start, start + count) as a payload.
+
+    Args:
+        after: see `PageStorage.save`.
 
     Raises:
         OutOfPlanError: some of them lie below the group's floor: they were not loaded.
     """
+    require_rows(held, start, count, group)
+    return engine.storage.save(held.pages, start, count, group, after)
+
+
+def require_rows(held: Route | PageLease, start: int, count: int, group: Group) -> None:
+    """Refuse rows that lie below the group's floor; see `group_rows`."""
     for floor in held.floors:
         if floor.group == group.id and start < floor.start:
             raise OutOfPlanError(
                 f"rows [{start}, {start + count}) of group {group.id}: those below {floor.start} were left out when the "
                 "sequence was restored; compute it anew to have them"
             )
-    return engine.storage.save(held.pages, start, count, group)
 
 
 def held_rows(engine: Engine, held: Route | PageLease, count: int) -> np.ndarray:
@@ -229,17 +174,21 @@ def _load(
     hits = [hit for hit in hits if hit.node.start + hit.rows > route.length]
     first, before = route.length, route.floors
     reservation = engine.reserve(route, boundary - first)
+    storage = engine.storage
+    after, landed = storage.fence(), None
     good = first
     failed = False
+    payloads: list[Payload] = []
     try:
         # Said before the first row lands, so that nobody takes what is left out for rows.
         pool.set_floors(route, floors_after(spec, hits, route.length, route.floors))
         for at in range(0, len(hits), READ_AHEAD):
             group = hits[at : at + READ_AHEAD]
-            payloads, failure = fetch(memory, engine.decoder.spec, group, tier, report)
+            payloads, failure = fetch(memory, spec, group, tier, report, storage.transfers)
             began = time.perf_counter()
             for hit, payload in zip(group, payloads, strict=False):
-                place(engine, reservation.pages, hit, payload, good)
+                landed = place(engine, reservation.pages, hit, payload, good, after) or landed
+                storage.join(landed)
                 good = hit.node.start + hit.rows
             report.load_ms += (time.perf_counter() - began) * 1e3
             if failure:
@@ -248,6 +197,7 @@ def _load(
                 break
         usable = good > first and all(floor.allows(good) for floor in route.floors)
     except BaseException:
+        drop(payloads)
         pool.set_floors(route, before)
         pool.abort([reservation])
         raise
@@ -270,14 +220,43 @@ def floors_after(spec: StateSpec, hits: Sequence[Hit], held: int, floors: tuple[
     return window_floors(spec, boundary, chunk_grid(hits[0].node), held=held, floors=floors)
 
 
-def place(engine: Engine, pages: Sequence[int], hit: Hit, payload: Payload, first: int) -> None:
-    """Write a fetched chunk's rows into pages, but for those below position `first`, which hold theirs already."""
+def place(
+    engine: Engine, pages: Sequence[int], hit: Hit, payload: Payload, first: int, after: "Event | None" = None
+) -> "Event | None":
+    """Write a fetched chunk's rows into pages, but for those below position `first`, which hold theirs already.
+
+    The payload is used up.
+
+    Args:
+        after: on a device, behind which nobody reads, writes or fills the pages; default: behind all that this thread
+            has computed.
+
+    Returns:
+        On a device, behind which the rows are there: to be joined before they are read, and before the pages are given
+        back.
+    """
     skip = max(0, first - hit.node.start)
     groups = engine.decoder.spec.retained
-    for index, part in zip(hit.parts, payload, strict=True):
+    storage = engine.storage
+    halves = []
+    for part in payload.parts:
         members, rows, width = part.shape
-        moved = part.view(2, members // 2, rows, width)[:, :, skip : hit.rows].contiguous()
-        engine.storage.load(moved, pages, hit.node.start + skip, groups[index])
+        halves.append(part.view(2, members // 2, rows, width))
+    if storage.transfers is not None:
+        source, payload.source = payload.source, None  # released when the copy is done, and not before
+        return storage.transfers.upload(
+            halves,
+            source,
+            pages,
+            hit.node.start,
+            [storage.layers_of(groups[index]) for index in hit.parts],
+            after=after or storage.transfers.fence(),
+            skip=skip,
+            count=hit.rows,
+        )
+    for index, half in zip(hit.parts, halves, strict=True):
+        storage.load(half[:, :, skip : hit.rows].contiguous(), pages, hit.node.start + skip, groups[index])
+    return None
 
 
 def hit_bytes(spec: StateSpec, hit: Hit) -> int:
@@ -286,48 +265,73 @@ def hit_bytes(spec: StateSpec, hit: Hit) -> int:
 
 
 def fetch(
-    memory: "Memory", spec: StateSpec, hits: Sequence[Hit], tier: str | None, report: Restored
+    memory: "Memory",
+    spec: StateSpec,
+    hits: Sequence[Hit],
+    tier: str | None,
+    report: Restored,
+    staging: "Transfers | None" = None,
+    *,
+    wait: bool = False,
 ) -> tuple[list[Payload], str | None]:
     """Payloads of the leading hits that could be read and verified, and why the next one could not.
 
     Touches no page, so that any thread may call it.
-    """
-    dtype = DTYPES[spec.dtype]
-    buffers = [
-        [torch.empty(spec.group_shape(spec.retained[index], hit.node.count), dtype=dtype) for index in hit.parts]
-        for hit in hits
-    ]
-    began = time.perf_counter()
 
-    def fetch(a: int, b: int) -> None:
+    Args:
+        staging: of the device: pieces are read into its page-locked slots, and where a tier in RAM has them in such
+            memory itself they are not copied at all.
+        wait: for a slot, where all are in use; else ordinary memory does.
+    """
+    payloads: list[Payload] = []
+    began = time.perf_counter()
+    try:
+        for hit in hits:
+            held = None if staging is None else borrow(memory, spec, hit, tier, staging)
+            payloads.append(held or room_for(spec, hit, staging, wait=wait))
+        count, failure = _read(memory, hits, payloads, tier, report)
+    except BaseException:
+        drop(payloads)
+        raise
+    drop(payloads[count:])
+    for payload in payloads[:count]:
+        for name, nbytes in payload.there.items():
+            report.bytes += nbytes
+            report.by_tier[name] = report.by_tier.get(name, 0) + nbytes
+    report.read_ms += (time.perf_counter() - began) * 1e3
+    return payloads[:count], failure
+
+
+def _read(
+    memory: "Memory", hits: Sequence[Hit], payloads: Sequence[Payload], tier: str | None, report: Restored
+) -> tuple[int, str | None]:
+    """How many of the leading hits could be read and verified, and why the next one could not."""
+
+    def read(a: int, b: int) -> None:
         requests = [
             (hit.node.pieces[index], raw(part))
-            for hit, parts in zip(hits[a:b], buffers[a:b], strict=True)
-            for index, part in zip(hit.parts, parts, strict=True)
+            for hit, payload in zip(hits[a:b], payloads[a:b], strict=True)
+            if not payload.there
+            for index, part in zip(hit.parts, payload.parts, strict=True)
         ]
+        if not requests:
+            return
         result = memory.read(requests, tier=tier)
         report.bytes += result.bytes
         for name, nbytes in result.by_tier.items():
             report.by_tier[name] = report.by_tier.get(name, 0) + nbytes
 
-    failure = None
-    count = len(hits)
     try:
-        fetch(0, len(hits))
+        read(0, len(hits))
     except DeadlineError as error:
         # Asking again would wait again: the rest is recomputed.
         report.late = True
-        count = 0
-        failure = f"chunks [{hits[0].node.start}, {hits[-1].node.end}): {error}"
+        return 0, f"chunks [{hits[0].node.start}, {hits[-1].node.end}): {error}"
     except (StoreError, OSError):
         # One bad piece must not cost the good ones before it: read them one by one up to the culprit.
         for count, hit in enumerate(hits):
             try:
-                fetch(count, count + 1)
+                read(count, count + 1)
             except (StoreError, OSError) as error:
-                failure = f"chunk [{hit.node.start}, {hit.node.end}) {hit.node.id.hex()[:16]}: {error}"
-                break
-        else:
-            count = len(hits)
-    report.read_ms += (time.perf_counter() - began) * 1e3
-    return buffers[:count], failure
+                return count, f"chunk [{hit.node.start}, {hit.node.end}) {hit.node.id.hex()[:16]}: {error}"
+    return len(hits), None

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 
 from numem.errors import ClosedError
 from numem.policy.costs import Costs
-from numem.runtime.restore.kv import READ_AHEAD, Payload, Restored, fetch
+from numem.runtime.restore.kv import READ_AHEAD, Restored, fetch
+from numem.runtime.restore.payload import Payload, drop
 from numem.runtime.restore.prefix import Hit, Match
 from numem.state.spec import StateSpec
 
 if TYPE_CHECKING:
+    from numem.runtime.device.transfer import Transfers
     from numem.store.memory import Memory
 
 # Bytes of all loads that are being read or wait to be written into pages; one group always may.
@@ -117,13 +119,23 @@ class Loader:
 
     Args:
         staging_bytes: see STAGING_BYTES.
+        staging: of a device: where chunks are read to. Every chunk then counts as a slot, and there are never more on
+            their way than slots, so that a thread that waits for one waits only for copies that are under way.
     """
 
-    def __init__(self, memory: "Memory", spec: StateSpec, *, staging_bytes: int = STAGING_BYTES) -> None:
+    def __init__(
+        self,
+        memory: "Memory",
+        spec: StateSpec,
+        *,
+        staging_bytes: int = STAGING_BYTES,
+        staging: "Transfers | None" = None,
+    ) -> None:
         self.memory = memory
         self.spec = spec
         self.staged = 0
-        self._limit = staging_bytes
+        self._staging = staging
+        self._limit = staging_bytes if staging is None else staging.slot_bytes * staging.ring.slots
         self._changed = Condition()
         self._parked: deque[Load] = deque()
         self._live: set[Load] = set()
@@ -160,7 +172,7 @@ class Loader:
             if load.error is not None:
                 raise load.error
             taken, load.ready = load.ready, []
-            self._free(sum(loaded.wanted.nbytes for loaded in taken))
+            self._free([loaded.wanted for loaded in taken])
             if load.pending and not load.reading:
                 self._queue(load)
         return taken
@@ -205,7 +217,8 @@ class Loader:
             load.failures += [f"{w.failure}; recomputed" for w in (*load.reading, *load.pending) if w.failure]
             load.pending.clear()
             taken, load.ready = load.ready, []
-            self._free(sum(loaded.wanted.nbytes for loaded in taken))
+            drop([loaded.payload for loaded in taken])
+            self._free([loaded.wanted for loaded in taken])
             self._end(load)
             self._changed.notify_all()
 
@@ -223,9 +236,12 @@ class Loader:
             load.queued = True
             self._threads.submit(self._work, load)
 
-    def _free(self, nbytes: int) -> None:
-        """Give back room for staged bytes, and let loads that stopped for want of it go on."""
-        self.staged -= nbytes
+    def _size(self, wanted: Wanted) -> int:
+        return wanted.nbytes if self._staging is None else self._staging.slot_bytes
+
+    def _free(self, chunks: Sequence[Wanted]) -> None:
+        """Give back room for staged chunks, and let loads that stopped for want of it go on."""
+        self.staged -= sum(map(self._size, chunks))
         while self._parked and self.staged < self._limit:
             parked = self._parked.popleft()
             if parked.pending:
@@ -247,7 +263,7 @@ class Loader:
         nbytes = self.staged
         for wanted in load.pending:
             same = not group or (wanted.tier == group[0].tier and not group[0].failure)
-            nbytes += wanted.nbytes
+            nbytes += self._size(wanted)
             if len(group) >= room or not same or (nbytes > self._limit and (group or self.staged)):
                 break
             group.append(wanted)
@@ -264,7 +280,7 @@ class Loader:
             for _ in group:
                 load.pending.popleft()
             load.reading, load.since = group, time.perf_counter()
-            self.staged += sum(wanted.nbytes for wanted in group)
+            self.staged += sum(map(self._size, group))
             if not group:
                 self._end(load)
                 self._changed.notify_all()
@@ -275,7 +291,7 @@ class Loader:
         error: Exception | None = None
         try:
             hits = [wanted.hit for wanted in group]
-            payloads, failure = fetch(self.memory, self.spec, hits, group[0].tier, report)
+            payloads, failure = fetch(self.memory, self.spec, hits, group[0].tier, report, self._staging, wait=True)
         except Exception as raised:  # noqa: BLE001 - told to the owner, who would wait for ever otherwise
             error = raised
         with self._changed:
@@ -285,6 +301,7 @@ class Loader:
             unused = rest
             if load.cancelled:
                 unused = list(group)
+                drop(payloads)
                 self._unheard.append(Read(len(good), report.by_tier, report.read_ms))
             else:
                 load.ready += good
@@ -297,7 +314,7 @@ class Loader:
                     self._failed(load, rest, failure, report.late)
                 if load.pending:
                     self._queue(load)
-            self._free(sum(wanted.nbytes for wanted in unused))
+            self._free(unused)
             self._end(load)
             self._changed.notify_all()
 

@@ -78,6 +78,27 @@ class _Piece:
     resident: bool = True
 
 
+class Borrowed:
+    """A piece where it lies in RAM, verified; it stays until it is released.
+
+    Attributes:
+        data: its bytes, not to be written.
+    """
+
+    __slots__ = ("_host", "_piece", "data")
+
+    def __init__(self, host: "Host", piece: _Piece) -> None:
+        self.data = piece.buffer
+        self._host = host
+        self._piece: _Piece | None = piece
+
+    def release(self) -> None:
+        """Nobody reads it any more; releasing twice is harmless."""
+        piece, self._piece = self._piece, None
+        if piece is not None:
+            self._host.give_back(piece)
+
+
 class Host:
     """Pieces in RAM; safe to share between threads.
 
@@ -183,6 +204,31 @@ class Host:
         finally:
             with self._lock:
                 self._release(piece)
+
+    def borrow(self, content: bytes, *, page_locked: bool) -> Borrowed | None:
+        """As `lease`, for a piece that is read after the caller returns, as by a copy to a device.
+
+        Args:
+            page_locked: only where its memory is.
+        """
+        with self._lock:
+            known = self._pieces.get(content)
+            if known is None or (page_locked and not known.pinned):
+                return None
+        piece = self._acquire(content)
+        if piece is None:
+            return None
+        good = checksum(piece.buffer) == piece.xxh3
+        with self._lock:
+            self._judge(piece, good)
+            if not good:
+                self._release(piece)
+        return Borrowed(self, piece) if good else None
+
+    def give_back(self, piece: _Piece) -> None:
+        """See `Borrowed.release`."""
+        with self._lock:
+            self._release(piece)
 
     def discard(self, content: bytes) -> bool:
         """Drop a piece; whether it was held. Reads that have begun end well, later ones miss."""

@@ -1,0 +1,278 @@
+"""Attention of one row per lane over the pages of its lane: norms, rotation and page write included, in one launch.
+
+Keys are walked in tiles of 128 at absolute multiples. A tile has a softmax of its own: m = max of the scores, p = e^(s -
+m) rounded to DT, l = sum of the rounded p and a = p V, both by the tensor core (so that neither depends on how warps
+share the keys). Tiles are merged in order (`numem.kernels.cuda.merging`). Programs compute tiles of a lane side by side;
+the one that ends last merges them, so what it computes does not depend on which that is; where tiles are many and lanes
+few, a second launch merges by columns. The form for many rows, `numem.kernels.cuda.attention_prefill`, does the same one
+tile after another.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from numem.errors import InputError
+from numem.kernels.cuda import language as nl
+from numem.kernels.cuda.language import jit
+from numem.kernels.cuda.merging import AHEAD, end_tile, first_column, merge_kernel, merge_tiles
+from numem.kernels.cuda.rotary import HeadNorms, angles, check_heads, head_rows, partner
+
+TILE = nl.TILE_KEYS
+
+GROUP_LIMIT = 31
+"""Query heads of a key head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Where tiles leave their results: float32 m, l [lanes, heads, tiles] and a [lanes, heads, tiles, head_dim], and how
+    many programs of a lane and key head have ended, int32 [lanes * heads], zero between calls."""
+
+    m: Tensor
+    l: Tensor
+    a: Tensor
+    count: Tensor
+    tiles: int
+
+    @classmethod
+    def of(cls, lanes: int, heads: int, head_dim: int, tiles: int, device: torch.device) -> "Scratch":
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        rows = lanes * heads * tiles
+        count = torch.zeros(lanes * heads, dtype=torch.int32, device=device)
+        return cls(new(rows), new(rows), new(rows, head_dim), count, tiles)
+
+
+@jit
+def scores(q, k, scale, cap, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """q k^T * scale, soft-capped; [rows, keys]."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if CAP:
+        s = nl.softcap(s, cap)
+    return s
+
+
+@jit
+def weigh(s, v, KEYS: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
+    """(m [rows], l [rows, 16], a [rows, D]) of masked scores and values."""
+    m = tl.max(s, 1)
+    top = tl.where(m == float("-inf"), 0.0, m)
+    p = tl.exp2((s - top[:, None]) * nl.LOG2E).to(DT)
+    ones = tl.full([KEYS, 16], 1.0, DT)
+    return m, tl.dot(p, ones, input_precision=PRECISION), tl.dot(p, v, input_precision=PRECISION)
+
+
+@jit
+def row_of(x, at, R: tl.constexpr, WORD: tl.constexpr):
+    """Row `at` of [R, C], as bits, so that it stays what it is: [C]."""
+    words = tl.where((tl.arange(0, R) == at)[:, None], x.to(WORD, bitcast=True), 0)
+    return tl.sum(words, 0).to(WORD).to(x.dtype, bitcast=True)
+
+
+@jit
+def decode_kernel(
+    qkv, q_norm, k_norm, cos, sin, k_pages, v_pages, tables, positions, out, part_m, part_l, part_a, ended,
+    width, tiles, eps, offset, scale, cap,
+    HEADS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GH: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    EACH: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr, AHEAD: tl.constexpr, DT: tl.constexpr,
+    WORD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    lane = tl.program_id(2).to(tl.int64)
+    # The launch before this one writes qkv and nothing else that is read here: what came before it has ended, so that
+    # older keys and values may be on their way already.
+    position = tl.load(positions + lane)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(position - WINDOW + 1, 0)
+    first, last = (low // TILE).to(tl.int32), (position // TILE).to(tl.int32)
+    begin = first + tl.program_id(1) * EACH
+    end = tl.minimum(begin + EACH, last + 1)
+    if (position >= 0) & (begin < end):
+        M: tl.constexpr = max(16, GP)
+        g = tl.arange(0, GP)
+        d = tl.arange(0, DP)
+        j = tl.arange(0, TILE)
+        wide = d < D
+        table = tables + lane * width
+        # rows 0..GROUP-1 are the queries, row GROUP is the new key
+        row = qkv + lane * ((HEADS + 2 * KV) * D)
+        column = tl.where(g < GROUP, kv_head * GROUP + g, HEADS + kv_head)
+        w, w_partner = 0.0, 0.0
+        if NORM:
+            other = partner(d, W)
+            is_query = (g < GROUP)[:, None]
+            w_q, w_k = tl.load(q_norm + d, mask=wide, other=0.0), tl.load(k_norm + d, mask=wide, other=0.0)
+            w = offset + tl.where(is_query, w_q[None, :], w_k[None, :])
+            w_q, w_k = tl.load(q_norm + other, mask=wide, other=0.0), tl.load(k_norm + other, mask=wide, other=0.0)
+            w_partner = offset + tl.where(is_query, w_q[None, :], w_k[None, :])
+        c, s = angles(cos, position, d[None, :], W, 1.0), angles(sin, position, d[None, :], W, 0.0)
+        own = (tl.load(table + position // 16).to(tl.int64) * KV + kv_head) * (16 * D) + position % 16 * D
+        i = tl.arange(0, M) % GP  # row of the product
+        part = (lane * HEADS + kv_head * GROUP + i) * tiles - first
+        rows = tl.arange(0, M) < GROUP
+        if EACH == 1:
+            # one tile, in registers, on its way before the launch before has ended; the own row is put in from there
+            key = begin * TILE + j
+            seen = (key <= position) & (key >= low)
+            old = seen & (key < position)
+            page = tl.load(table + key // 16, mask=old, other=0).to(tl.int64)
+            at = (page * KV + kv_head) * (16 * D) + (key % 16) * D
+            both = old[:, None] & wide[None, :]
+            k = tl.load(k_pages + at[:, None] + d[None, :], mask=both, other=0.0)
+            v = tl.load(v_pages + at[:, None] + d[None, :], mask=both, other=0.0)
+        nl.wait(PDL)
+        nl.ready(PDL)
+        x = head_rows(row + column[:, None] * D, (g <= GROUP)[:, None], w, w_partner, c, s, eps, D, DP, W, NORM, DT)
+        if last < end:
+            v_new = tl.load(row + (HEADS + KV + kv_head) * D + d, mask=wide, other=0.0)
+            tl.store(k_pages + own + d[None, :] + g[:, None] * 0, x, mask=(g == GROUP)[:, None] & wide[None, :])
+            tl.store(v_pages + own + d, v_new, mask=wide)
+            if EACH == 1:
+                mine = (key == position)[:, None]
+                k = tl.where(mine, row_of(x, GROUP, GP, WORD)[None, :], k)
+                v = tl.where(mine, v_new[None, :], v)
+            else:
+                tl.debug_barrier()  # this program reads them again
+        q = x
+        if GP < 16:
+            q = tl.broadcast_to(x[None, :, :], [16 // GP, GP, DP]).reshape([16, DP])
+        if EACH == 1:
+            e = scores(q, k, scale, cap, CAP, PRECISION)
+            m, l16, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, TILE, DT, PRECISION)
+            if first == last:
+                to = out + lane * (HEADS * D) + (kv_head * GROUP + i)[:, None] * D + d[None, :]
+                tl.store(to, (a / first_column(l16)[:, None]).to(DT), mask=rows[:, None] & wide[None, :])
+            else:
+                end_tile(m, l16, a, part_m, part_l, part_a, part + begin, rows, D, DP)
+        else:
+            for tile in tl.range(begin, end, num_stages=STAGES):
+                key = tile * TILE + j
+                seen = (key <= position) & (key >= low)
+                page = tl.load(table + key // 16, mask=seen, other=0).to(tl.int64)
+                at = (page * KV + kv_head) * (16 * D) + (key % 16) * D
+                both = seen[:, None] & wide[None, :]
+                k = tl.load(k_pages + at[:, None] + d[None, :], mask=both, other=0.0)
+                v = tl.load(v_pages + at[:, None] + d[None, :], mask=both, other=0.0)
+                e = scores(q, k, scale, cap, CAP, PRECISION)
+                m, l16, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, TILE, DT, PRECISION)
+                end_tile(m, l16, a, part_m, part_l, part_a, part + tile, rows, D, DP)
+        if not APART and ((EACH > 1) | (first < last)):
+            tl.debug_barrier()
+            others = tl.atomic_add(ended + lane * KV + kv_head, 1, sem="acq_rel")
+            if others == (last - first) // EACH:
+                tl.debug_barrier()
+                h = tl.arange(0, GH)
+                head = kv_head * GROUP + tl.minimum(h, GROUP - 1)
+                to = out + lane * (HEADS * D) + head[:, None] * D + d[None, :]
+                merge_tiles(
+                    to, part_m, part_l, part_a, (lane * HEADS + head) * tiles, d,
+                    (h < GROUP)[:, None] & wide[None, :], last - first + 1, GH, DP, D, AHEAD, DT,
+                )  # fmt: skip
+                tl.store(ended + lane * KV + kv_head, 0)
+    else:
+        nl.wait(PDL)
+        nl.ready(PDL)
+
+
+def decode(
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_layer: Tensor,
+    v_layer: Tensor,
+    tables: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    scratch: Scratch,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    tiles: int,
+    split: tuple[int, int] | None = None,
+    warps: int = 0,
+    apart: bool | None = None,
+    pdl: bool = False,
+) -> None:
+    """Attention of row i, of lane i, over the keys [max(0, position - window + 1), position] of its lane.
+
+    Args:
+        qkv: DT [L, (heads + 2 kv_heads) head_dim], neither normalised nor rotated; norms, cos, sin: see `rope_write`.
+        k_layer, v_layer: DT [pages, kv_heads, 16, head_dim]; the row's own key and value are written to them.
+        tables: int32 [L, width]; positions: int64 [L], < 0: an idle lane, of which nothing is read or written.
+        out: DT [L, heads * head_dim].
+        tiles: tiles of 128 keys that the longest lane has, at most `scratch.tiles`.
+        split: tiles of a program and stages of its loads, else by `config`; changes no bit.
+        warps: of a program, 0 by `config`; changes no bit.
+        apart: whether a second launch merges the tiles, else by `config`; changes no bit.
+    """
+    check_heads("decode", qkv, norms, cos, sin, k_layer, v_layer, heads, kv_heads, head_dim)
+    lanes, group = len(qkv), heads // kv_heads
+    if (
+        group > GROUP_LIMIT
+        or out.shape != (lanes, heads * head_dim)
+        or not out.is_contiguous()
+        or out.dtype is not qkv.dtype
+        or positions.shape != (lanes,)
+        or len(tables) < lanes
+        or tables.dtype is not torch.int32
+        or tiles > scratch.tiles
+        or len(scratch.m) < lanes * heads * scratch.tiles
+    ):
+        raise InputError(
+            f"decode: output {tuple(out.shape)}, positions {tuple(positions.shape)}, tables {tuple(tables.shape)} and "
+            f"scratch of {scratch.tiles} tiles must be of {lanes} rows and {tiles} tiles, and at most {GROUP_LIMIT} "
+            f"heads (not {group}) share a key head"
+        )
+    if window:
+        tiles = min(tiles, nl.cdiv(window - 1, TILE) + 1)
+    chosen = config(head_dim, group, lanes * kv_heads, tiles, qkv.element_size())
+    each, stages = split or (chosen.each, chosen.stages)
+    apart = tiles > 1 and (chosen.apart if apart is None else apart)
+    dt = nl.TYPES[qkv.dtype]
+    decode_kernel[(kv_heads, nl.cdiv(tiles, each), lanes)](
+        qkv, cos if norms is None else norms.q, cos if norms is None else norms.k, cos, sin, k_layer, v_layer, tables,
+        positions, out, scratch.m, scratch.l, scratch.a, scratch.count, tables.shape[1], scratch.tiles,
+        0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset, scale, softcap,
+        HEADS=heads, KV=kv_heads, GROUP=group, GP=nl.next_power_of_2(group + 1), GH=nl.next_power_of_2(group),
+        D=head_dim, DP=nl.next_power_of_2(head_dim), W=cos.shape[1], NORM=norms is not None, CAP=softcap > 0,
+        WINDOW=window, TILE=TILE, EACH=each, STAGES=stages, APART=apart, AHEAD=AHEAD, DT=dt,
+        WORD=tl.int16 if qkv.element_size() == 2 else tl.int32, PRECISION=nl.precision(qkv.dtype),
+        num_warps=warps or chosen.warps, **nl.EXACT, **nl.launch(pdl),
+    )  # fmt: skip
+    if apart:
+        columns = 32
+        merge_kernel[(heads, nl.cdiv(head_dim, columns), lanes)](
+            positions, out, scratch.m, scratch.l, scratch.a, scratch.tiles, HEADS=heads, D=head_dim, C=columns,
+            WINDOW=window, TILE=TILE, DT=dt, num_warps=1, **nl.EXACT, **nl.launch(pdl),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How decode is cut: warps of a program, tiles it walks, stages of its loads, and whether a launch of its own merges
+    the tiles. None of it changes a bit."""
+
+    warps: int
+    each: int
+    stages: int
+    apart: bool
+
+
+def config(head_dim: int, group: int, programs: int, tiles: int, size: int) -> Config:
+    """What suits so many tiles of so many (lane, key head), `size` bytes a component: one tile a program where programs
+    are few, for the shortest way, else several, whose loads overlap with the work."""
+    apart = tiles > 32 and programs < 128
+    if tiles * programs < 1024 or size > 2:
+        return Config(8 if head_dim > 64 else 4, 1, 1, apart)  # a tile in registers: with fewer warps it spills
+    return Config(4 if group < 16 else 8, 4, 2, apart)

@@ -1,0 +1,121 @@
+"""Products of few rows with a matrix of long rows (K >= 4096): one chain of tensor-core steps over k, at memory speed.
+
+The library's product of many rows walks k the same way wherever it does not split it, so that it may serve those; see
+`numem.kernels.cuda.linear`.
+"""
+
+import triton.language as tl
+from torch import Tensor
+
+from numem.kernels.cuda import language as nl
+from numem.kernels.cuda.language import jit
+from numem.kernels.cuda.matrix import Matrix
+from numem.kernels.cuda.unpack import scales_of, unpacked, words_of
+
+
+@jit
+def weights_at(w, scales, mins, n, at, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+    """Weights [BN, BK] at columns [at, at + BK); BK is 128 where they are packed."""
+    if BITS == 16:
+        k = at + tl.arange(0, BK)
+        b = tl.load(w + n[:, None].to(tl.int64) * K + k[None, :], mask=(k < K)[None, :], other=0.0)
+    else:
+        first = at + tl.zeros([1], tl.int32)
+        low = 0.0
+        if MINS:
+            low = scales_of(mins, n, first, K, BITS)
+        words, scale = words_of(w, n, first, K, BITS), scales_of(scales, n, first, K, BITS)
+        b = tl.reshape(unpacked(words, scale, low, ZERO, 1, BN, BITS, MINS, DT), (BN, BK))
+    return b
+
+
+@jit
+def prefetch(w, n, K: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
+    """Ask for the first columns of rows n [BN] of the weights, lines of 128 bytes, to be in the second-level cache."""
+    EACH: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
+    ROW: tl.constexpr = K if BITS == 16 else (K + 127) // 128 * 4 * BITS
+    LINES: tl.constexpr = COLUMNS * (8 * EACH if BITS == 16 else BITS) // 1024
+    at = n[:, None].to(tl.int64) * ROW + tl.arange(0, LINES)[None, :] * (128 // EACH)
+    where = (w + at).to(tl.int64)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [where], tl.int32, False, 1)
+
+
+@jit
+def chain_kernel(
+    h, w, scales, mins, bias, out, rows, N, cap,
+    K: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr,
+    DT: tl.constexpr, CAP: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = tl.minimum(column, N - 1)
+    m = tl.program_id(1) * L + tl.arange(0, L)
+    inside = m < rows
+    if PDL:
+        # while the kernel before ends: what the loop loads first
+        prefetch(w, n, K, 4 * BK, BITS)
+        if ACT != 0:
+            prefetch(w, n + N, K, 4 * BK, BITS)
+    nl.wait(PDL)
+    nl.ready(PDL)
+    acc = tl.zeros([BN, L], tl.float32)
+    acc2 = tl.zeros([BN, L], tl.float32)
+    for at in tl.range(0, K, BK, num_stages=STAGES):
+        k = at + tl.arange(0, BK)
+        a = tl.load(h + m[None, :].to(tl.int64) * K + k[:, None], mask=inside[None, :] & (k < K)[:, None], other=0.0)
+        b = weights_at(w, scales, mins, n, at, K, BK, BN, BITS, ZERO, MINS, DT)
+        acc = tl.dot(b, a, acc, input_precision=PRECISION)
+        if ACT != 0:
+            b2 = weights_at(w, scales, mins, n + N, at, K, BK, BN, BITS, ZERO, MINS, DT)
+            acc2 = tl.dot(b2, a, acc2, input_precision=PRECISION)
+    result = 0.0 + acc
+    if BIAS:
+        result += tl.load(bias + n)[:, None]
+    if ACT != 0:
+        up = 0.0 + acc2
+        if BIAS:
+            up += tl.load(bias + n + N)[:, None]
+        result = nl.act(result.to(DT).to(tl.float32), ACT) * up.to(DT).to(tl.float32)
+    if CAP:
+        result = nl.softcap(result, cap)
+    mask = inside[None, :] & (column[:, None] < N)
+    tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], result.to(OUT), mask=mask)
+
+
+def few_rows(
+    matrix: Matrix,
+    h: Tensor,
+    out: Tensor,
+    *,
+    act: str | None = None,
+    cap: float | None = None,
+    config: tuple[int, int, int, int] | None = None,
+    pdl: bool = False,
+) -> None:
+    """out DT [M, N] = matrix of h DT [M, K]; with `act` the matrix is [gate | up] and out [M, N / 2] the gated half.
+
+    Args:
+        config: (columns, k, warps, stages) of a program; changes no bit.
+    """
+    rows, width = out.shape
+    lanes = 8 if rows <= 8 else 16 if rows <= 16 else 32
+    bn, bk, warps, stages = config or settings(matrix, width, lanes, act is not None)
+    none = out
+    chain_kernel[(nl.cdiv(width, bn), nl.cdiv(rows, lanes))](
+        h, matrix.weights, none if matrix.scales is None else matrix.scales,
+        none if matrix.mins is None else matrix.mins, none if matrix.bias is None else matrix.bias, out, rows, width, 0.0 if cap is None else cap,
+        K=matrix.in_features, L=lanes, BN=bn, BK=bk, STAGES=stages, BIAS=matrix.bias is not None,
+        ACT=0 if act is None else nl.ACTIVATIONS[act], BITS=matrix.bits, ZERO=matrix.zero, MINS=matrix.mins is not None,
+        DT=nl.TYPES[matrix.dtype], CAP=cap is not None, OUT=nl.TYPES[out.dtype],
+        PRECISION=nl.precision(matrix.dtype), num_warps=warps,
+        **nl.EXACT, **nl.launch(pdl),
+    )  # fmt: skip
+
+
+def settings(matrix: Matrix, width: int, lanes: int, gated: bool) -> tuple[int, int, int, int]:
+    """Columns, k, warps and stages of a program: enough programs for every multiprocessor, enough bytes under way."""
+    if matrix.bits != 16:
+        return 32, 128, 4, 4
+    if matrix.dtype.itemsize == 4:
+        return 32, 128, 4, 2
+    return (16, 256, 4, 4) if width < 8192 or gated else (32, 256, 4, 4)

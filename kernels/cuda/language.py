@@ -1,0 +1,101 @@
+"""What kernels in Triton share: the compiler's entry, and programmatic dependent launch.
+
+A kernel that is launched with the dependent attribute may start while the one before it still runs: it may read weights,
+which nobody writes, and must `wait` before it touches anything that another kernel of the step wrote. `ready` lets the
+kernel after it start likewise.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels run in Python on CPU tensors (TRITON_INTERPRET=1 before the first import of triton)."""
+
+PDL_AVAILABLE: bool = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+"""Whether this device has programmatic dependent launch."""
+
+TILE_KEYS = 128
+"""Keys of an attention tile, at absolute multiples: part of the numeric policy."""
+
+NORM_WARPS = 8
+"""Warps of every kernel that sums the squares of a row: part of the numeric policy."""
+
+IN_PYTHON = tl.constexpr(INTERPRETED)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+cdiv: Callable[[int, int], int] = triton.cdiv
+next_power_of_2: Callable[[int], int] = triton.next_power_of_2
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """`triton.jit`, which has no types."""
+    return triton.jit(kernel)
+
+
+@jit
+def wait(PDL: tl.constexpr):
+    """Until every kernel before this one has ended and its writes are seen."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def ready(PDL: tl.constexpr):
+    """Let the next kernel start when all programs have said so."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def launch(pdl: bool) -> dict[str, Any]:
+    """Launch options of a kernel of the decode step."""
+    return {"PDL": True, "launch_pdl": True} if pdl and PDL_AVAILABLE else {"PDL": False}
+
+
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
+"""Numbers of the activations in kernels; 0 is none."""
+
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+"""Launch options of kernels whose elementwise arithmetic stands in several kernels: a product and a sum are fused where
+the source says so, and nowhere else."""
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Input precision of products: float32 stays float32."""
+    return "ieee" if dtype is torch.float32 else "tf32"
+
+
+@jit
+def act(x, ACT: tl.constexpr):
+    """silu, or gelu by tanh or erf, of float32."""
+    if ACT == 1:
+        return x / (1.0 + tl.exp(-x))
+    elif ACT == 2:
+        u = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
+        return x / (1.0 + tl.exp(-2.0 * u))
+    else:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@jit
+def softcap(x, cap):
+    """cap * tanh(x / cap), the hyperbolic tangent by the exponential."""
+    return cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (x / cap))))
+
+
+@jit
+def opaque(x, DT: tl.constexpr):
+    """x, in a way that the compiler does not see where it comes from.
+
+    It would otherwise permute k for operands that come from narrow integers, and with it the order of the sum.
+    """
+    if DT == tl.bfloat16 and not IN_PYTHON:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    else:
+        return x

@@ -1,0 +1,114 @@
+"""A weight matrix on a device: dense, or packed codes that kernels turn into dense weights in registers.
+
+Packed: rows of int32 words of consecutive codes, the first in the lowest bits, padded to blocks of 128 columns. So what
+a thread loads are neighbouring weights, and unpacking needs no exchange between threads. A weight is DT((code - zero) * scale (+ min)) by block of 32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from numem.errors import InputError
+
+BLOCK = 128
+STEP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix [N, K] and an optional bias.
+
+    Attributes:
+        weights: of `dtype` [N, K]; or int32 [N, ceil(K / 128) * words], packed.
+        bits: 16 where dense, else 8 or 4.
+        dtype: DT, of the weights as products take them.
+        bias: float32 [N], or None.
+        scales, mins: float32 [N, ceil(K / 128) * 4].
+    """
+
+    out_features: int
+    in_features: int
+    weights: Tensor
+    bits: int
+    dtype: torch.dtype
+    bias: Tensor | None = None
+    scales: Tensor | None = None
+    mins: Tensor | None = None
+    zero: int = 0
+
+    @classmethod
+    def dense(cls, weight: Tensor, bias: Tensor | None = None) -> "Matrix":
+        """Of a contiguous weight [N, K], kept as it is."""
+        if weight.ndim != 2 or not weight.is_contiguous():
+            raise InputError(f"matrix: weight {tuple(weight.shape)} must be a contiguous matrix")
+        return cls(weight.shape[0], weight.shape[1], weight, 16, weight.dtype, bias)
+
+    @classmethod
+    def packed(
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        units: Tensor,
+        *,
+        zero: int,
+        bits: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        mins: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> "Matrix":
+        """Of codes uint8 [N, K], K a multiple of 32, on any device: they are packed where they lie.
+
+        Args:
+            scales, mins: [N, K / 32], in units of the row.
+            units: float32 [N], powers of two; scales and mins are kept multiplied by them.
+        """
+        n, k = codes.shape
+        if k % STEP or scales.shape != (n, k // STEP) or units.shape != (n,) or bits not in (4, 8):
+            raise InputError(
+                f"matrix: codes {tuple(codes.shape)} of {bits} bits with scales {tuple(scales.shape)} and units "
+                f"{tuple(units.shape)}: rows must be whole blocks of {STEP}, bits 4 or 8"
+            )
+        blocks = -(-k // BLOCK)
+        pieces = 32 // bits
+        words = torch.zeros((n, blocks * BLOCK // pieces), dtype=torch.int32, device=codes.device)
+        padded = torch.full((n, blocks * BLOCK), zero, dtype=torch.uint8, device=codes.device)
+        padded[:, :k] = codes
+        view = padded.view(n, -1, pieces)
+        for i in range(pieces):
+            words |= view[:, :, i].to(torch.int32) << (bits * i)
+
+        def spread(small: Tensor | None) -> Tensor | None:
+            if small is None:
+                return None
+            out = torch.zeros((n, blocks * (BLOCK // STEP)), device=small.device)
+            out[:, : k // STEP] = small.float() * units[:, None]
+            return out.to(device)
+
+        return cls(
+            n, k, words.to(device), bits, dtype, bias,
+            spread(scales), spread(mins), zero,
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        held = (self.weights, self.bias, self.scales, self.mins)
+        return sum(t.nbytes for t in held if t is not None)
+
+    def reference(self) -> Tensor:
+        """The weights [N, K] that products take, by torch."""
+        if self.bits == 16:
+            return self.weights
+        assert self.scales is not None
+        n, pieces = self.out_features, 32 // self.bits
+        shifts = self.bits * torch.arange(pieces, device=self.weights.device, dtype=torch.int32)
+        codes = (self.weights[..., None] >> shifts & (1 << self.bits) - 1).reshape(n, -1, STEP)
+        values = (codes - self.zero).float()
+        # one rounding of product and sum, as the kernels' fused step
+        if self.mins is not None:
+            values = (values.double() * self.scales[..., None].double() + self.mins[..., None].double()).float()
+        else:
+            values = values * self.scales[..., None].float()
+        return values.view(n, -1)[:, : self.in_features].to(self.dtype).contiguous()

@@ -1,0 +1,78 @@
+"""Partial results of attention tiles, and their merge in order.
+
+A tile leaves m = max of the scores, l = sum of the weights and a = weights times values. Merged from left to right: m' =
+max(m, m_i), a' = a e^(m - m') + a_i e^(m_i - m'), l likewise. A tile without visible keys changes nothing.
+"""
+
+import triton.language as tl
+
+from numem.kernels.cuda import language as nl
+from numem.kernels.cuda.language import jit
+
+AHEAD = 8
+"""Tiles whose results are loaded together."""
+
+
+@jit
+def merge(m, l, a, m_i, l_i, a_i):
+    """The state m [R], l [R, any], a [R, DP] after one more tile, which some row sees a key of."""
+    top = tl.maximum(m, m_i)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    old, new = tl.exp2((m - safe) * nl.LOG2E), tl.exp2((m_i - safe) * nl.LOG2E)
+    return top, tl.fma(l, old[:, None], l_i * new[:, None]), tl.fma(a, old[:, None], a_i * new[:, None])
+
+
+@jit
+def first_column(x):
+    """Column 0 of [R, 16] as [R]: the others hold the same."""
+    return tl.sum(tl.where(tl.arange(0, 16)[None, :] == 0, x, 0.0), 1)
+
+
+@jit
+def end_tile(m, l16, a, part_m, part_l, part_a, part, rows, D: tl.constexpr, DP: tl.constexpr):
+    """Leave the result of a tile for whoever merges: row i, where rows[i], at part[i]."""
+    d = tl.arange(0, DP)
+    tl.store(part_m + part, m, mask=rows)
+    tl.store(part_l + part, first_column(l16), mask=rows)
+    tl.store(part_a + part[:, None] * D + d[None, :], a, mask=rows[:, None] & (d < D)[None, :])
+
+
+@jit
+def merge_tiles(to, part_m, part_l, part_a, part, d, inside, count, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+    """Merge `count` tiles of R rows, of which tile 0 lies at part [R], and write columns d [C] where inside [R, C]."""
+    m = tl.full([R], float("-inf"), tl.float32)
+    l = tl.zeros([R, 1], tl.float32)
+    a = tl.zeros([R, C], tl.float32)
+    for t in tl.range(0, count, AHEAD, num_stages=1):
+        for i in tl.static_range(AHEAD):
+            real = t + i < count
+            at = part + tl.minimum(t + i, count - 1)
+            m_i = tl.load(part_m + at, cache_modifier=".cg")
+            l_i = tl.load(part_l + at, cache_modifier=".cg")
+            a_i = tl.load(part_a + at[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+            m_n, l_n, a_n = merge(m, l, a, m_i, l_i[:, None], a_i)
+            m, l, a = tl.where(real, m_n, m), tl.where(real, l_n, l), tl.where(real, a_n, a)
+    tl.store(to, (a / l).to(DT), mask=inside)
+
+
+@jit
+def merge_kernel(
+    positions, out, part_m, part_l, part_a, tiles,
+    HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, DT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Columns C of one head of a lane, where many tiles of few lanes would keep one program too long."""
+    head = tl.program_id(0)
+    d = tl.program_id(1) * C + tl.arange(0, C)
+    lane = tl.program_id(2).to(tl.int64)
+    nl.wait(PDL)
+    nl.ready(PDL)
+    position = tl.load(positions + lane)
+    if position >= 0:
+        low = 0
+        if WINDOW > 0:
+            low = tl.maximum(position - WINDOW + 1, 0)
+        count = (position // TILE - low // TILE + 1).to(tl.int32)
+        part = (lane * HEADS + head) * tiles + tl.zeros([1], tl.int64)
+        to = out + lane * (HEADS * D) + head * D + d[None, :]
+        merge_tiles(to, part_m, part_l, part_a, part, d, (d < D)[None, :], count, 1, C, D, 32, DT)

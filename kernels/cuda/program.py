@@ -1,0 +1,399 @@
+"""A program of `numem.kernels.operations` as launches on a device.
+
+The residual stream x is float32 and lies in two buffers by turns: a launch that joins a branch to x reads the one and
+writes the other, as its programs all read what one of them writes. A layer of few rows is five launches:
+
+    [join + norm +] queries, keys, values      q/k norm, rotation, page write, attention      output of attention
+    [join + norm +] gate, up, activation       down
+
+where the join of a launch adds what the last product of the block before it gave. For many rows norms and activation
+are launches of their own; the bits are the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numem.errors import UnsupportedModelError
+from numem.kernels import operations as op
+from numem.kernels.cuda import attention, attention_prefill, embed, gate, head, linear, norm, rotary, segments
+from numem.kernels.cuda import language as nl
+from numem.kernels.cuda.matrix import Matrix
+from numem.kernels.cuda.rotary import HeadNorms
+from numem.kernels.program import Op, Program
+
+FUSED_ROWS = 4  # up to so many rows a product computes the norm before it, in each of its programs
+
+
+@dataclass(frozen=True, slots=True)
+class NormOf:
+    """A norm of x: weight float32 [hidden]."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where x lies before and after a launch, and what joins it: nothing, or `y` through a norm with weight `post`."""
+
+    before: int
+    after: int
+    post: Tensor | None
+
+    @property
+    def joins(self) -> bool:
+        return self.before != self.after
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    table: Matrix
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """out = matrix of norm(x), with `act` the gated half of it."""
+
+    matrix: Matrix
+    norm: NormOf
+    turn: Turn
+    out: str
+    act: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """y = matrix of a buffer."""
+
+    matrix: Matrix
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """att = attention of qkv, whose keys and values are written first; `last`: only wanted rows go on from here."""
+
+    rope: op.RopeWrite
+    attend: op.Attend
+    norms: HeadNorms | None
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """h = norm(x), the last hidden state."""
+
+    norm: NormOf
+    turn: Turn
+
+
+Launch = Embedding | Normed | Product | Attention | Ending
+
+
+class _Lowering:
+    """Walks the operations once; what is not understood is refused with its name."""
+
+    def __init__(self, program: Program) -> None:
+        self.out: list[Launch] = []
+        self.turn, self.pending, self.post = 0, False, None
+        self.norm: NormOf | None = None
+        self.head_norms: list[op.RmsNorm] = []
+        self.rope: op.RopeWrite | None = None
+        self.head: op.Head | None = None
+        ops = [*program.body, *program.tail]
+        at = 0
+        while at < len(ops):
+            at += self._take(ops, at, len(program.body))
+        self.out.append(Ending(self._norm_of("the final norm"), self._joined()))
+        for each in program.head:
+            if not isinstance(each, op.Head):
+                raise _refused(each)
+            self.head = each
+
+    post: Tensor | None
+
+    def _take(self, ops: Sequence[Op], at: int, body: int) -> int:
+        """Take the operation at `at` and what belongs to it; how many."""
+        each = ops[at]
+        after: Any = ops[at + 1] if at + 1 < len(ops) else None
+        if isinstance(each, op.Embed):
+            self.out.append(Embedding(_matrix(each.table), each.scale))
+        elif isinstance(each, op.RmsNorm):
+            self._take_norm(each)
+        elif isinstance(each, op.Matmul):
+            return self._take_product(each, after)
+        elif isinstance(each, op.RopeWrite):
+            self.rope = each
+        elif isinstance(each, op.Attend):
+            assert self.rope is not None
+            self.out.append(Attention(self.rope, each, self._head_norms(), at >= body))
+            self.head_norms = []
+        elif isinstance(each, op.Add):
+            if not self.pending:
+                raise _refused(each)
+        else:
+            raise _refused(each)
+        return 1
+
+    def _take_norm(self, each: op.RmsNorm) -> None:
+        if each.residual is not None:  # the norm of a branch, and its sum with x
+            self.pending, self.post = True, each.weight
+        elif each.x == each.out:
+            last = self.out[-1]
+            if not (isinstance(last, Normed) and last.out == "qkv"):
+                raise _refused(each)
+            self.head_norms.append(each)
+        else:
+            self.norm = NormOf(each.weight, each.eps, each.offset)
+
+    def _take_product(self, each: op.Matmul, after: Any) -> int:
+        matrix = _matrix(each.linear)
+        if self.norm is None:
+            source = "gated" if self.out and isinstance(self.out[-1], Normed) else "attended"
+            self.out.append(Product(matrix, source))
+            self.pending, self.post = True, None
+            return 1
+        gates = isinstance(after, op.Gate)
+        act = after.act if gates else None
+        out = "gated" if gates else "qkv"
+        self.out.append(Normed(matrix, self._norm_of("a product"), self._joined(), out, act))
+        self.norm = None
+        return 2 if gates else 1
+
+    def _norm_of(self, what: str) -> NormOf:
+        if self.norm is None:
+            raise UnsupportedModelError(
+                f"device: {what} follows no norm of the residual stream; run this model on the CPU"
+            )
+        return self.norm
+
+    def _joined(self) -> Turn:
+        turn = Turn(self.turn, self.turn ^ self.pending, self.post if self.pending else None)
+        self.turn, self.pending, self.post = turn.after, False, None
+        return turn
+
+    def _head_norms(self) -> HeadNorms | None:
+        if not self.head_norms:
+            return None
+        q, k = self.head_norms
+        return HeadNorms(q.weight, k.weight, q.eps, q.offset)
+
+
+def _matrix(linear: Any) -> Matrix:
+    if not isinstance(linear, Matrix):
+        raise UnsupportedModelError(f"device: a {type(linear).__name__} does not lie on a device")
+    return linear
+
+
+def _refused(each: Any) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"device: {type(each).__name__} at this place has no kernel on a GPU; load the model with device='cpu'"
+    )
+
+
+@dataclass(slots=True)
+class Buffers:
+    """Activations of up to `rows` rows."""
+
+    rows: int
+    x: tuple[Tensor, Tensor]
+    h: Tensor
+    y: Tensor
+    named: dict[str, Tensor] = field(default_factory=dict)
+
+    def of(self, name: str, rows: int) -> Tensor:
+        return self.named[name][:rows]
+
+
+@dataclass(slots=True)
+class DeviceCall:
+    """What one run is about, on the device.
+
+    Attributes:
+        tokens, positions: int64 [M].
+        tables: int32 [lanes, width].
+        k, v: pages [layers, pages, kv_heads, 16, head_dim].
+        decode: rows are lanes: row i has the table i, and writes where its position lies in it. Else
+            slots: int64 [M]; plan, wanted_plan: of `attention.plan` for all rows and for the wanted ones.
+        tiles: key tiles that a grid of decode covers.
+        wanted: int64 [R], or None for all rows.
+        pdl: launches depend on each other.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    tables: Tensor
+    k: Tensor
+    v: Tensor
+    decode: bool
+    tiles: int = 0
+    slots: Tensor | None = None
+    plan: Any = None
+    wanted_plan: Any = None
+    wanted: Tensor | None = None
+    pdl: bool = False
+
+
+class DeviceProgram:
+    """The launches of a model, with the buffers they work in.
+
+    Args:
+        program: as `emit` gives it, not joined.
+        dtype: DT.
+        device: where weights and buffers lie.
+    """
+
+    def __init__(self, program: Program, dtype: torch.dtype, device: torch.device) -> None:
+        lowered = _Lowering(program)
+        self.launches, self.head = tuple(lowered.out), lowered.head
+        self.dtype, self.device = dtype, device
+        self.last = lowered.turn
+        attended = next(each for each in self.launches if isinstance(each, Attention))
+        self.shape = attended.attend
+        self._widths = self._measure(program)
+        self._buffers: dict[int, Buffers] = {}
+        self._scratches: dict[tuple[int, int], Any] = {}
+
+    @property
+    def vocab(self) -> int:
+        return 0 if self.head is None else self.head.linear.out_features
+
+    def buffers(self, rows: int, decode: bool) -> Buffers:
+        """Buffers of at least so many rows. Those of decoding stay for good: graphs hold their addresses."""
+        size = nl.next_power_of_2(rows) if decode else rows
+        found = self._buffers.get(size if decode else 0)
+        if found is None or found.rows < rows:
+
+            def new(width: int, dtype: torch.dtype) -> Tensor:
+                return torch.empty((size, width), dtype=dtype, device=self.device)
+
+            hidden = self._widths["x"]
+            found = self._buffers[size if decode else 0] = Buffers(
+                size,
+                (new(hidden, torch.float32), new(hidden, torch.float32)),
+                new(hidden, self.dtype),
+                new(hidden, self.dtype),
+                {name: new(width, self.dtype) for name, width in self._widths.items() if name != "x"},
+            )
+        return found
+
+    def hidden(self, call: DeviceCall) -> Tensor:
+        """Launch everything but the head; the last hidden state of the wanted rows, DT [R, hidden], until the next run."""
+        rows = len(call.tokens)
+        buffers = self.buffers(rows, call.decode)
+        for each in self.launches:
+            if isinstance(each, Embedding):
+                embed.embed(each.table, call.tokens, buffers.x[0][:rows], each.scale, pdl=call.pdl)
+            elif isinstance(each, Normed):
+                self._normed(each, buffers, rows, call)
+            elif isinstance(each, Product):
+                linear.linear(buffers.of(each.source, rows), each.matrix, buffers.y[:rows], pdl=call.pdl)
+            elif isinstance(each, Attention):
+                rows = self._attention(each, buffers, rows, call)
+                if not rows:
+                    break
+            else:
+                self._join(each.norm, each.turn, buffers, rows, call.pdl)
+        return buffers.h[:rows]
+
+    def logits(self, h: Tensor, out: Tensor, limit: int, index: Tensor, value: Tensor, *, pdl: bool = False) -> None:
+        """Logits float32 [R, vocab] of last hidden states, and of each row the largest below `limit`."""
+        assert self.head is not None
+        head.logits_peaks(h, _matrix(self.head.linear), out, limit, index, value, cap=self.head.cap, pdl=pdl)
+
+    def _normed(self, each: Normed, buffers: Buffers, rows: int, call: DeviceCall) -> None:
+        matrix, out = each.matrix, buffers.of(each.out, rows)
+        short = segments.serves(matrix)
+        if short and rows <= FUSED_ROWS:
+            turn = each.turn
+            fused = segments.Norm(
+                buffers.x[turn.before][:rows],
+                buffers.x[turn.after][:rows],
+                buffers.y[:rows] if turn.joins else None,
+                turn.post,
+                each.norm.weight,
+                each.norm.eps,
+                each.norm.offset,
+            )
+            segments.few_rows(matrix, out, norm=fused, act=each.act, pdl=call.pdl)
+            return
+        self._join(each.norm, each.turn, buffers, rows, call.pdl)
+        h = buffers.h[:rows]
+        if each.act is None:
+            linear.linear(h, matrix, out, pdl=call.pdl)
+        elif short and rows <= segments.FEW:
+            segments.few_rows(matrix, out, h=h, act=each.act, pdl=call.pdl)
+        else:
+            both = buffers.of("gate_up", rows)
+            linear.linear(h, matrix, both, pdl=call.pdl)
+            gate.gate(both, out, each.act, pdl=call.pdl)
+
+    def _join(self, normed: NormOf, turn: Turn, buffers: Buffers, rows: int, pdl: bool) -> None:
+        norm.add_norm(
+            buffers.x[turn.before][:rows],
+            buffers.y[:rows] if turn.joins else None,
+            turn.post,
+            normed.weight,
+            buffers.h[:rows],
+            buffers.x[turn.after][:rows],
+            eps=normed.eps,
+            offset=normed.offset,
+            pdl=pdl,
+        )
+
+    def _attention(self, each: Attention, buffers: Buffers, rows: int, call: DeviceCall) -> int:
+        """How many rows go on."""
+        a, r = each.attend, each.rope
+        k, v, qkv = call.k[a.layer], call.v[a.layer], buffers.of("qkv", rows)
+        sizes: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
+        if call.decode:
+            scratch = self._scratch(rows, call.tiles)
+            attention.decode(
+                qkv, each.norms, r.cos, r.sin, k, v, call.tables, call.positions, buffers.of("attended", rows), scratch,
+                **sizes, scale=a.scale, window=a.window, softcap=a.softcap, tiles=call.tiles, pdl=call.pdl,
+            )  # fmt: skip
+            return rows
+        assert call.slots is not None
+        q = buffers.of("q", rows)
+        rotary.rope_write(qkv, each.norms, r.cos, r.sin, call.positions, call.slots, k, v, q, **sizes)
+        plan = call.plan
+        if each.last and call.wanted is not None:
+            plan, rows = call.wanted_plan, len(call.wanted)
+            if rows:
+                for kept in (q, *buffers.x):
+                    kept[:rows] = kept[call.wanted]
+        if rows:
+            attention_prefill.prefill(
+                q[:rows], k, v, call.tables, plan, buffers.of("attended", rows),
+                **sizes, scale=a.scale, window=a.window, softcap=a.softcap,
+            )  # fmt: skip
+        return rows
+
+    def _scratch(self, lanes: int, tiles: int) -> Any:
+        """Partial results of the attention of a step; kept for good likewise."""
+        key = (nl.next_power_of_2(lanes), nl.next_power_of_2(tiles))
+        if key not in self._scratches:
+            a = self.shape
+            self._scratches[key] = attention.Scratch.of(key[0], a.heads, a.head_dim, key[1], self.device)
+        return self._scratches[key]
+
+    def _measure(self, program: Program) -> dict[str, int]:
+        """Columns of the buffers."""
+        a = self.shape
+        first = next(each for each in self.launches if isinstance(each, Embedding))
+        gated = [e.matrix.out_features for e in self.launches if isinstance(e, Normed) and e.act is not None]
+        inner = max(gated, default=2)
+        return {
+            "x": first.table.in_features,
+            "qkv": (a.heads + 2 * a.kv_heads) * a.head_dim,
+            "q": a.heads * a.head_dim,
+            "attended": a.heads * a.head_dim,
+            "gate_up": inner,
+            "gated": inner // 2,
+        }

@@ -1,0 +1,313 @@
+"""Products of few rows with a matrix of short rows (K < 4096), at the latency of a launch.
+
+One chain of tensor-core steps over k would take 33 cycles a step, which no other work of so small a kernel hides. So the
+sum is cut into eight segments of `segment(K)` columns: each is one chain, and the eight are added in order. A warp takes
+a segment; weights are the tall side of the tensor core and rows its narrow side. A row's bits depend neither on the
+other rows nor on the tile: `product`, for many rows, walks the same segments one after another.
+"""
+
+from dataclasses import dataclass
+
+import triton.language as tl
+from torch import Tensor
+
+from numem.kernels.cuda import language as nl
+from numem.kernels.cuda.language import jit
+from numem.kernels.cuda.matrix import Matrix
+from numem.kernels.cuda.norm import joined, rms_scale
+from numem.kernels.cuda.unpack import scales_of, unpacked, words_of
+
+LONG = 4096  # columns from which on a row is one chain
+SEGMENTS = 8
+BLOCK = 128  # columns of k that a warp loads at once
+WARPS = nl.NORM_WARPS
+HEAD_TILE = 32  # columns of a program of an output head
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """What precedes a product: x_out = x joined with a branch; h = DT(norm(x_out)).
+
+    Attributes:
+        x, x_out: float32 [M, K], different tensors; x_out is written where there is a branch.
+        branch: DT [M, K], or None.
+        post: float32 [K], weight of the norm of the branch, or None.
+        weight: float32 [K].
+    """
+
+    x: Tensor
+    x_out: Tensor
+    branch: Tensor | None
+    post: Tensor | None
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+def segment(k: int) -> int:
+    """Columns of one segment of a row of `k`."""
+    return BLOCK * nl.cdiv(k, SEGMENTS * BLOCK)
+
+
+@jit
+def in_order(acc, A: tl.constexpr, B: tl.constexpr):
+    """Sum of the slices of [8, A, B], one after another."""
+    t = tl.permute(tl.reshape(acc, (2, 2, 2, A, B)), (3, 4, 0, 1, 2))
+    even, odd = tl.split(t)
+    e0, e1 = tl.split(even)
+    o0, o1 = tl.split(odd)
+    s0, s4 = tl.split(e0)
+    s2, s6 = tl.split(e1)
+    s1, s5 = tl.split(o0)
+    s3, s7 = tl.split(o1)
+    # from zero on, as the many-row form begins, so that a sum of negative zeros is the same zero
+    return (((((((0.0 + s0) + s1) + s2) + s3) + s4) + s5) + s6) + s7
+
+
+@jit
+def few_rows_kernel(
+    h, x, y, post, weight, x_out, w, scales, mins, bias, out,
+    rows, N, eps, offset, cap,
+    K: tl.constexpr, KN: tl.constexpr, C: tl.constexpr, L: tl.constexpr, BN: tl.constexpr,
+    NORM: tl.constexpr, JOIN: tl.constexpr, POST: tl.constexpr, BIAS: tl.constexpr,
+    ACT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr,
+    CAP: tl.constexpr, OUT: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = tl.minimum(column, N - 1)  # columns past the end repeat the last one
+    m = tl.program_id(1) * L + tl.arange(0, L)
+    s = tl.arange(0, 8)
+    k = tl.arange(0, 128)
+    inside = m < rows
+    words, scale, low = (), (), ()
+    words2, scale2, low2 = (), (), ()
+    gains, posts = (), ()
+    for c in tl.static_range(C):
+        kk = s[:, None] * (128 * C) + c * 128 + k[None, :]
+        begin = s * (128 * C) + c * 128
+        words = words + (words_of(w, n, begin, K, BITS),)
+        scale = scale + (scales_of(scales, n, begin, K, BITS),)
+        if MINS:
+            low = low + (scales_of(mins, n, begin, K, BITS),)
+        else:
+            low = low + (0.0,)
+        if ACT != 0:
+            words2 = words2 + (words_of(w, n + N, begin, K, BITS),)
+            scale2 = scale2 + (scales_of(scales, n + N, begin, K, BITS),)
+            if MINS:
+                low2 = low2 + (scales_of(mins, n + N, begin, K, BITS),)
+            else:
+                low2 = low2 + (0.0,)
+        if NORM:
+            gains = gains + (offset + tl.load(weight + kk, mask=kk < K, other=0.0),)
+            if POST:
+                posts = posts + (offset + tl.load(post + kk, mask=kk < K, other=0.0),)
+            else:
+                posts = posts + (0.0,)
+    i = tl.arange(0, KN)
+    whole = i < K
+    after = 0.0
+    if NORM and POST:
+        after = offset + tl.load(post + i, mask=whole, other=0.0)
+    dense, dense2 = (), ()
+    for c in tl.static_range(C):
+        dense = dense + (unpacked(words[c], scale[c], low[c], ZERO, 8, BN, BITS, MINS, DT),)
+        if ACT != 0:
+            dense2 = dense2 + (unpacked(words2[c], scale2[c], low2[c], ZERO, 8, BN, BITS, MINS, DT),)
+    nl.wait(PDL)
+    nl.ready(PDL)
+    # All of x and its branch that the product needs is asked for before the sums that it waits for.
+    xs, ys = (), ()
+    for c in tl.static_range(C):
+        kk = s[:, None] * (128 * C) + c * 128 + k[None, :]
+        ok = (kk < K)[:, None, :] & inside[None, :, None]
+        at = m[None, :, None] * K + kk[:, None, :]
+        if NORM:
+            xs = xs + (tl.load(x + at, mask=ok, other=0.0),)
+            if JOIN:
+                ys = ys + (tl.load(y + at, mask=ok, other=0.0).to(tl.float32),)
+            else:
+                ys = ys + (0.0,)
+        else:
+            xs = xs + (tl.load(h + at, mask=ok, other=0.0),)
+            ys = ys + (0.0,)
+    r = tl.zeros([L], tl.float32)
+    ry = tl.zeros([L], tl.float32)
+    if NORM:
+        # Sums run over a row of its own, in one dimension, as everywhere: the tree of the sum follows from the tile.
+        first = tl.program_id(1) * L
+        for at in range(first, tl.minimum(first + L, rows)):
+            v = tl.load(x + at * K + i, mask=whole, other=0.0)
+            scale_y = 0.0
+            if JOIN:
+                b = tl.load(y + at * K + i, mask=whole, other=0.0).to(tl.float32)
+                if POST:
+                    scale_y = rms_scale(tl.sum(b * b), K, eps)
+                v = joined(v, b, scale_y, after, POST)
+                if tl.program_id(0) == 0:
+                    tl.store(x_out + at * K + i, v, mask=whole)
+            v = tl.where(whole, v, 0.0)
+            here = m == at
+            r = tl.where(here, rms_scale(tl.sum(v * v), K, eps), r)
+            ry = tl.where(here, scale_y, ry)
+    acc = tl.zeros([8, BN, L], tl.float32)
+    acc2 = tl.zeros([8, BN, L], tl.float32)
+    for c in tl.static_range(C):
+        a = xs[c]
+        if NORM:
+            kk = s[:, None] * (128 * C) + c * 128 + k[None, :]
+            v = xs[c]
+            if JOIN:
+                p = posts[c]
+                if POST:
+                    p = p[:, None, :]
+                v = joined(v, ys[c], ry[None, :, None], p, POST)
+            ok = (kk < K)[:, None, :] & inside[None, :, None]
+            a = tl.where(ok, (v * r[None, :, None]) * gains[c][:, None, :], 0.0).to(DT)
+        a = tl.permute(a, (0, 2, 1))
+        acc = tl.dot(dense[c], a, acc, input_precision=PRECISION)
+        if ACT != 0:
+            acc2 = tl.dot(dense2[c], a, acc2, input_precision=PRECISION)
+    result = in_order(acc, BN, L)
+    if BIAS:
+        result += tl.load(bias + n)[:, None]
+    if ACT != 0:
+        up = in_order(acc2, BN, L)
+        if BIAS:
+            up += tl.load(bias + n + N)[:, None]
+        result = nl.act(result.to(DT).to(tl.float32), ACT) * up.to(DT).to(tl.float32)
+    if CAP:
+        result = nl.softcap(result, cap)
+    mask = inside[None, :] & (column[:, None] < N)
+    tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], result.to(OUT), mask=mask)
+
+
+@jit
+def many_rows_kernel(
+    h, w, bias, out, M, N,
+    K: tl.constexpr, SEGMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    across = tl.cdiv(N, BN)
+    down = tl.cdiv(M, BM)
+    group = pid // (GROUP * across)
+    height = tl.minimum(down - group * GROUP, GROUP)
+    m = (group * GROUP + pid % (GROUP * across) % height) * BM + tl.arange(0, BM)
+    n = pid % (GROUP * across) // height * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    # rows and columns past the end repeat the last ones and are not stored
+    hp = h + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k[None, :]
+    wp = w + tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + k[:, None]
+    EVEN: tl.constexpr = K % SEGMENT == 0
+    total = tl.zeros([BM, BN], tl.float32)
+    for first in range(0, K, SEGMENT):
+        acc = tl.zeros([BM, BN], tl.float32)
+        for step in range(SEGMENT // BK):
+            at = first + step * BK
+            if EVEN:
+                a = tl.load(hp + at)
+                b = tl.load(wp + at)
+            else:
+                a = tl.load(hp + at, mask=(at + k < K)[None, :], other=0.0)
+                b = tl.load(wp + at, mask=(at + k < K)[:, None], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        total += acc
+    if BIAS:
+        total += tl.load(bias + tl.minimum(n, N - 1))[None, :]
+    tl.store(out + m[:, None].to(tl.int64) * N + n[None, :], total.to(DT), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+def few_rows(
+    matrix: Matrix,
+    out: Tensor,
+    *,
+    h: Tensor | None = None,
+    norm: "Norm | None" = None,
+    act: str | None = None,
+    cap: float | None = None,
+    tile: int = 16,
+    pdl: bool = False,
+) -> None:
+    """out = matrix of rows: of `h`, or of what a norm gives; with `act` the matrix is [gate | up] and out the gated half.
+
+    Args:
+        matrix: K < 4096.
+        out: DT [M, N], or with `act` [M, N / 2]; float32 takes the sums as they are.
+        h: DT [M, K].
+        norm: a norm of the residual stream, with the branch that joins it first.
+        act: an activation of `nl.ACTIVATIONS`.
+        cap: soft cap of the results.
+        tile: columns of a program, 16 or 32; changes no bit.
+    """
+    rows, width = out.shape
+    k = matrix.in_features
+    lanes = 8 if rows <= 8 else 16 if rows <= 16 else 32
+    dtype = nl.TYPES[matrix.dtype]
+    none = out
+    x = norm.x if norm is not None else none
+    joins = norm is not None and norm.branch is not None
+    few_rows_kernel[(nl.cdiv(width, tile), nl.cdiv(rows, lanes))](
+        none if h is None else h,
+        x,
+        norm.branch if norm is not None and norm.branch is not None else none,
+        norm.post if norm is not None and norm.post is not None else none,
+        norm.weight if norm is not None else none,
+        norm.x_out if norm is not None else none,
+        matrix.weights,
+        none if matrix.scales is None else matrix.scales,
+        none if matrix.mins is None else matrix.mins,
+        none if matrix.bias is None else matrix.bias,
+        out,
+        rows,
+        width,
+        0.0 if norm is None else norm.eps,
+        0.0 if norm is None else norm.offset,
+        0.0 if cap is None else cap,
+        K=k,
+        KN=nl.next_power_of_2(k),
+        C=nl.cdiv(k, SEGMENTS * BLOCK),
+        L=lanes,
+        BN=tile,
+        NORM=norm is not None,
+        JOIN=joins,
+        POST=norm is not None and norm.post is not None,
+        BIAS=matrix.bias is not None,
+        ACT=0 if act is None else nl.ACTIVATIONS[act],
+        BITS=matrix.bits,
+        ZERO=matrix.zero,
+        MINS=matrix.mins is not None,
+        DT=dtype,
+        CAP=cap is not None,
+        OUT=nl.TYPES[out.dtype],
+        PRECISION=nl.precision(matrix.dtype),
+        num_warps=WARPS,
+        **nl.EXACT,
+        **nl.launch(pdl),
+    )
+
+
+def many_rows(weight: Tensor, bias: Tensor | None, h: Tensor, out: Tensor) -> None:
+    """out DT [M, N] = h [M, K] @ weight [N, K].T (+ bias), bit for bit as the products of few rows.
+
+    K >= 4096 is one segment, a multiple of 64.
+    """
+    rows, k = h.shape
+    n = len(weight)
+    length = segment(k) if k < LONG else k
+    bm, bn, bk, warps = (128, 128, 64, 8) if weight.dtype.itemsize == 2 else (32, 32, 32, 4)
+    many_rows_kernel[(nl.cdiv(rows, bm) * nl.cdiv(n, bn),)](
+        h, weight, out if bias is None else bias, out, rows, n,
+        K=k, SEGMENT=length, BM=bm, BN=bn, BK=bk, GROUP=8, BIAS=bias is not None,
+        DT=nl.TYPES[weight.dtype], PRECISION=nl.precision(weight.dtype), num_warps=warps, num_stages=3,
+    )  # fmt: skip
+
+
+FEW = 32
+"""Rows that the kernel of few rows serves."""
+
+
+def serves(matrix: Matrix) -> bool:
+    """Whether products with this matrix are cut into segments."""
+    return matrix.in_features < LONG

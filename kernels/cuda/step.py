@@ -1,0 +1,53 @@
+"""The end of a decode step: chosen tokens become the state of the next one, on the device."""
+
+import triton.language as tl
+from torch import Tensor
+
+from numem.kernels.cuda import language as nl
+from numem.kernels.cuda.language import jit
+
+
+@jit
+def advance_kernel(
+    index, value, tokens, positions, history, counter, lanes, steps, LANES: tl.constexpr, PDL: tl.constexpr
+):
+    lane = tl.arange(0, LANES)
+    inside = lane < lanes
+    nl.wait(PDL)
+    nl.ready(PDL)
+    position = tl.load(positions + lane, mask=inside, other=-1)
+    active = inside & (position >= 0)
+    chosen = tl.load(index + lane, mask=active, other=-1)
+    best = tl.load(value + lane, mask=active, other=0.0)
+    finite = tl.abs(best) < float("inf")
+    at = tl.load(counter)
+    tl.store(history + at % steps * lanes + lane, tl.where(finite, chosen, -1), mask=inside)
+    tl.store(tokens + lane, tl.where(finite & (chosen >= 0), chosen, 0), mask=active)
+    tl.store(positions + lane, position + 1, mask=active)
+    tl.debug_barrier()
+    tl.store(counter, at + 1)
+
+
+def advance(
+    index: Tensor,
+    value: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    history: Tensor,
+    counter: Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """tokens = index and positions += 1 of every lane whose position is not negative.
+
+    Args:
+        index: int64 [L], the tokens chosen; value: float32 [L], the largest logits.
+        tokens, positions: int64 [L].
+        history: int64 [steps, L]; row counter % steps takes the tokens, -1 where the largest logit is not finite.
+        counter: int64 [1], counted on.
+    """
+    lanes = len(tokens)
+    advance_kernel[(1,)](
+        index, value, tokens, positions, history, counter, lanes, len(history),
+        LANES=nl.next_power_of_2(lanes), num_warps=1, **nl.launch(pdl),
+    )  # fmt: skip

@@ -1,0 +1,157 @@
+"""The transformer on a GPU: the same program as on the CPU, run as launches over device pages."""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from numem.errors import UnsupportedModelError
+from numem.kernels.cuda import attention_prefill, sampling, step
+from numem.kernels.cuda.language import TILE_KEYS
+from numem.kernels.cuda.program import DeviceCall, DeviceProgram
+from numem.models.architecture.descriptor import SLIDING, Descriptor
+from numem.models.forward import ModelWeights, emit
+from numem.runtime.device.graph import DecodeGraphs
+from numem.runtime.device.state import LaneState, settings_of
+from numem.runtime.engine import Rows
+from numem.runtime.paging.pages import DTYPES, PageStorage, kv_spec
+from numem.runtime.sampling import Sampler
+
+FEW_ROWS = 32  # rows of as many lanes run as a decode step
+
+
+class DeviceTransformer:
+    """A decoder whose weights and pages lie on one GPU.
+
+    Args:
+        descriptor: its architecture.
+        weights: on the device, matrices as `numem.kernels.cuda.matrix.Matrix`.
+        dtype: "bfloat16", or "float32", of weights and pages.
+        max_position: positions that may be evaluated.
+        device: where everything lies.
+
+    Raises:
+        UnsupportedModelError: an architecture without kernels on a GPU.
+    """
+
+    max_rows = 4096
+    tile = TILE_KEYS
+
+    def __init__(
+        self, descriptor: Descriptor, weights: ModelWeights, *, dtype: str, max_position: int, device: torch.device
+    ) -> None:
+        d = self.descriptor = descriptor
+        if not (d.causal and d.has_head):
+            raise UnsupportedModelError(f"{d.family}: only decoders run on a GPU; load it with device='cpu'")
+        if device.type == "cuda" and dtype != "bfloat16":
+            raise UnsupportedModelError(f"dtype {dtype} is not run on a GPU; use dtype='bfloat16', or device='cpu'")
+        if d.heads // d.kv_heads > 16:
+            raise UnsupportedModelError(f"{d.family}: more than 16 query heads a key head; load it with device='cpu'")
+        self.dtype, self.device, self.max_position, self.weights = dtype, device, max_position, weights
+        self.heads, self.kv_heads, self.head_dim, self.vocab = d.heads, d.kv_heads, d.head_dim, d.vocab
+        windows = [d.window if kind == SLIDING else 0 for kind in d.layer_kinds]
+        self.spec = kv_spec(d.layers, d.kv_heads, d.head_dim, dtype, windows)
+        self.program = DeviceProgram(emit(d, weights, dtype, join=False), DTYPES[dtype], device)
+        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._last = torch.empty((0, self.vocab), device=device)
+        self._graphs: dict[int, WeakKeyDictionary[PageStorage, DecodeGraphs]] = {}
+
+    def ahead(self, storage: PageStorage, limit: int | None = None) -> DecodeGraphs:
+        """Decoding of several steps over these pages, of ids below `limit` (default: all); kept as long as the pages."""
+        limit = self.vocab if limit is None else limit
+        kept = self._graphs.setdefault(limit, WeakKeyDictionary())
+        if storage not in kept:
+            kept[storage] = DecodeGraphs(self, storage, limit)
+        return kept[storage]
+
+    def step(
+        self, state: LaneState, storage: PageStorage, history: Tensor, tiles: int, sampled: bool, limit: int
+    ) -> None:
+        """One step of all lanes; see `numem.runtime.device.graph.Stepper`."""
+        call = DeviceCall(
+            state.tokens, state.positions, state.tables, storage.k, storage.v, decode=True, tiles=tiles, pdl=True
+        )
+        h = self.program.hidden(call)
+        logits, index, value = self._results(len(h))
+        self.program.logits(h, logits, limit, index, value, pdl=True)
+        if sampled:
+            settings = sampling.Settings(state.temperature, state.top_k, state.top_p, state.seed)
+            sampling.sample(logits, limit, settings, state.positions, index)
+        step.advance(index, value, state.tokens, state.positions, history, state.counter, pdl=not sampled)
+
+    def forward(self, rows: Rows, storage: PageStorage) -> Tensor:
+        """Evaluate rows; see `numem.runtime.engine.Decoder`. Logits come back on the CPU."""
+        with torch.no_grad():
+            h = self.program.hidden(self._call(rows, storage))
+            wanted = len(rows.wanted)
+            if not wanted:
+                return torch.empty((0, self.vocab))
+            if len(h) != wanted:
+                h = h[rows.wanted.to(self.device)]
+            logits, index, value = self._results(wanted)
+            limit = self.vocab if rows.peaks is None else rows.peaks.limit
+            self.program.logits(h, logits, limit, index, value)
+            self._last = logits
+            if rows.peaks is not None:
+                rows.peaks.index.copy_(index)
+                rows.peaks.value.copy_(value)
+            if rows.out is not None:
+                return rows.out.copy_(logits)
+            return logits.cpu()
+
+    def choose(
+        self, samplers: Sequence[tuple[Sampler, int]], limit: int, rows: Sequence[int] | None = None
+    ) -> list[int]:
+        """Tokens chosen from the logits of the last `forward`, one (sampler, position) a wanted row, or each from the row
+        that is named for it."""
+        settings = sampling.Settings(*settings_of([sampler for sampler, _ in samplers], self.device))
+        positions = torch.tensor([position for _, position in samplers], device=self.device)
+        out = torch.empty(len(samplers), dtype=torch.int64, device=self.device)
+        logits = self._last[: len(samplers)] if rows is None else self._last[list(rows)]
+        sampling.sample(logits, limit, settings, positions, out)
+        return list(out.tolist())
+
+    def _results(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, and index and value of the largest; kept for good, as graphs hold their addresses."""
+        size = 1 << (rows - 1).bit_length()
+        if size not in self._kept:
+            self._kept[size] = (
+                torch.empty((size, self.vocab), device=self.device),
+                torch.empty(size, dtype=torch.int64, device=self.device),
+                torch.empty(size, device=self.device),
+            )
+        logits, index, value = self._kept[size]
+        return logits[:rows], index[:rows], value[:rows]
+
+    def _call(self, rows: Rows, storage: PageStorage) -> DeviceCall:
+        place = self.device
+        positions = rows.positions.numpy()
+        lane = rows.lane.numpy()
+        tokens, at = rows.tokens.to(place), rows.positions.to(place)
+        if len(lane) <= FEW_ROWS and len(np.unique(lane)) == len(lane):
+            tables = rows.tables[rows.lane.long()].contiguous().to(place)
+            tiles = int(positions.max()) // TILE_KEYS + 1
+            return DeviceCall(tokens, at, tables, storage.k, storage.v, decode=True, tiles=tiles)
+        wanted = rows.wanted.numpy()
+        some = len(wanted) < len(lane)
+        return DeviceCall(
+            tokens,
+            at,
+            rows.tables.to(place),
+            storage.k,
+            storage.v,
+            decode=False,
+            slots=rows.slots.to(place),
+            plan=self._plan(lane, positions),
+            wanted_plan=self._plan(lane[wanted], positions[wanted]) if some and len(wanted) else None,
+            wanted=rows.wanted.to(place) if some else None,
+        )
+
+    def _plan(self, lane: np.ndarray, positions: np.ndarray) -> attention_prefill.Plan:
+        """Spans of rows of one lane at consecutive positions."""
+        starts = np.flatnonzero(np.r_[True, (np.diff(lane) != 0) | (np.diff(positions) != 1)])
+        counts = np.diff(np.r_[starts, len(lane)])
+        spans = np.stack([lane[starts], starts, counts, positions[starts]], 1).astype(np.int32)
+        return attention_prefill.plan(spans, self.device, 64 if self.head_dim > 128 else 128)

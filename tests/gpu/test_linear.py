@@ -1,0 +1,89 @@
+"""Linear layers: every product that serves a number of rows gives the same bits."""
+
+import pytest
+import torch
+
+from numem.kernels.cuda import chain, gate, linear, segments
+from numem.kernels.cuda.embed import embed
+from numem.kernels.cuda.matrix import Matrix
+from numem.kernels.cuda.unpack import unpack
+from tests.gpu.test_segments import _bits, _rows, packed
+
+
+def test_long_rows(device: torch.device, dtypes: list[torch.dtype], big: bool) -> None:
+    """One chain over k: few rows, many rows and, where it is proved, the library's product are equal on the GPU."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = [(4096, 6144), (4096, 4096), (14336, 4096)] if big else [(4096, 48)]
+    for dtype in dtypes:
+        for k, n in shapes:
+            if big and dtype is torch.float32:
+                continue
+            matrix = Matrix.dense((_rows(generator, n, k) * 0.02).to(dtype).to(device))
+            rows = 1100 if big else 37
+            h = _rows(generator, rows, k).to(dtype).to(device)
+            out = torch.full((rows, n), torch.nan, dtype=dtype, device=device)
+            linear.linear(h, matrix, out)
+            exact = h.double() @ matrix.weights.double().T
+            close = 2.0**-7 if dtype is torch.bfloat16 else 2.0**-18
+            assert ((out.double() - exact).abs() <= close * exact.abs().max()).all()
+            for cut in (slice(0, 1), slice(rows - 1, rows), slice(2, 9), slice(0, 16), slice(4, 36)):
+                few = torch.full_like(out[cut], torch.nan)
+                linear.linear(h[cut].contiguous(), matrix, few)
+                if big:
+                    assert torch.equal(_bits(few), _bits(out[cut])), (k, n, cut)
+                else:
+                    torch.testing.assert_close(few, out[cut], rtol=1e-4, atol=1e-4)
+            one = h[:1].contiguous()
+            ref = torch.full_like(out[:1], torch.nan)
+            linear.linear(one, matrix, ref)
+            for config in ((16, 128, 4, 3), (32, 128, 4, 2), (64, 64, 4, 4), (32, 256, 8, 2)) if big else ():
+                few = torch.full_like(out[:1], torch.nan)
+                chain.few_rows(matrix, one, few, config=config)
+                assert torch.equal(_bits(few), _bits(ref)), config
+
+
+@pytest.mark.parametrize("name", ["q8", "q4", "q4a"])
+def test_packed_layers(name: str, device: torch.device, dtypes: list[torch.dtype], big: bool) -> None:
+    """Unpacked whole, in registers or row by row, packed weights are the same weights."""
+    generator = torch.Generator().manual_seed(7)
+    for dtype in dtypes:
+        for k, n in ((4096, 512), (1024, 256)) if big else ((4096, 32), (160, 32)):
+            matrix = packed(_rows(generator, n, k), name, dtype, device)
+            whole = torch.full((n, k), torch.nan, dtype=dtype, device=device)
+            assert torch.equal(_bits(unpack(matrix, whole)), _bits(matrix.reference()))
+            dense = Matrix.dense(whole)
+            for rows in (1, 40):
+                h = _rows(generator, rows, k).to(dtype).to(device)
+                a, b = (torch.full((rows, n), torch.nan, dtype=dtype, device=device) for _ in range(2))
+                linear.linear(h, matrix, a)
+                linear.linear(h, dense, b)
+                assert torch.equal(_bits(a), _bits(b)), (dtype, k, rows)
+            ids = torch.tensor([n - 1, 0, 7], device=device)
+            x = torch.full((3, k), torch.nan, device=device)
+            embed(matrix, ids, x, 3.0)
+            assert torch.equal(x, whole[ids].float() * 3.0)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("k", [640, 4096])
+def test_gate_in_and_after_a_product(act: str, k: int, device: torch.device, dtypes: list[torch.dtype]) -> None:
+    generator = torch.Generator().manual_seed(8)
+    for dtype in dtypes:
+        matrix = Matrix.dense((_rows(generator, 96, k) * 0.05).to(dtype).to(device))
+        h = _rows(generator, 5, k).to(dtype).to(device)
+        both = torch.full((5, 96), torch.nan, dtype=dtype, device=device)
+        after, within = (torch.full((5, 48), torch.nan, dtype=dtype, device=device) for _ in range(2))
+        linear.linear(h, matrix, both)
+        gate.gate(both, after, act)
+        linear.linear(h, matrix, within, act=act)
+        if device.type == "cuda":
+            assert torch.equal(_bits(after), _bits(within))
+        else:
+            torch.testing.assert_close(after, within, rtol=1e-4, atol=1e-4)
+
+
+def test_which_product_serves(device: torch.device) -> None:
+    assert segments.segment(640) == 128 and segments.segment(1024) == 128 and segments.segment(3072) == 384
+    assert segments.serves(Matrix.dense(torch.zeros(2, 4095))) and not segments.serves(
+        Matrix.dense(torch.zeros(2, 4096))
+    )

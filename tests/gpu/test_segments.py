@@ -1,0 +1,125 @@
+"""Products of few rows: against torch, and bit for bit against the form for many rows, whatever stands beside a row."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from numem.kernels import formats
+from numem.kernels.cuda import segments
+from numem.kernels.cuda.matrix import Matrix
+
+SHAPES = [(160, 48), (640, 64), (1024, 32), (1536, 80)]
+TRUE_SHAPES = [(640, 1536), (1024, 640), (640, 4096), (2048, 640), (1024, 4096), (3072, 1024), (576, 960), (1536, 576)]
+
+
+@pytest.fixture
+def shapes(big: bool) -> list[tuple[int, int]]:
+    return TRUE_SHAPES if big else SHAPES
+
+
+def _rows(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+def packed(weight: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> Matrix:
+    """A weight in one of the CPU's formats, packed for the device."""
+    f = formats.FORMATS[name]
+    planes = formats.quantise(weight, name)
+    grid = formats.unpack(planes["records"], f)
+    scales, mins = grid.effective()
+    n, k = weight.shape
+    cut = (slice(n), slice(k // 32))
+    return Matrix.packed(
+        grid.codes[:n, :k], scales[cut].half(), planes["units"][:n], zero=f.zero, bits=f.code, dtype=dtype,
+        device=device, mins=None if mins is None else mins[cut].half(),
+    )  # fmt: skip
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(1, keepdim=True) + eps) * weight
+
+
+def test_few_rows_equal_torch_and_many_rows(
+    device: torch.device, dtypes: list[torch.dtype], shapes: list[tuple[int, int]]
+) -> None:
+    """On the GPU every bit of the two forms is equal; the interpreter's products follow the library's own order."""
+    generator = torch.Generator().manual_seed(3)
+    for dtype in dtypes:
+        for k, n in shapes:
+            weight = (_rows(generator, n, k) * 0.05).to(dtype).to(device)
+            bias = _rows(generator, n).to(device)
+            h = _rows(generator, 40, k).to(dtype).to(device)
+            many = torch.full((40, n), torch.nan, dtype=dtype, device=device)
+            segments.many_rows(weight, bias, h, many)
+            exact = h.double() @ weight.double().T + bias.double()
+            close = 2.0**-7 if dtype is torch.bfloat16 else 2.0**-18
+            assert ((many.double() - exact).abs() <= close * exact.abs().max()).all()
+            for rows in (slice(0, 1), slice(39, 40), slice(5, 8), slice(0, 11), slice(3, 35)):
+                for tile in (16, 32) if k <= 1024 else (16,):
+                    few = torch.full_like(many[rows], torch.nan)
+                    segments.few_rows(Matrix.dense(weight, bias), few, h=h[rows].contiguous(), tile=tile)
+                    if device.type == "cuda":
+                        assert torch.equal(_bits(few), _bits(many[rows])), (dtype, k, n, rows, tile)
+                    else:
+                        torch.testing.assert_close(few, many[rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["q8", "q4", "q4a"])
+def test_packed_weights_are_their_dense_ones(
+    name: str, device: torch.device, dtypes: list[torch.dtype], shapes: list[tuple[int, int]]
+) -> None:
+    """Unpacking in registers gives the bits of the dense layer of the same weights."""
+    generator = torch.Generator().manual_seed(4)
+    for dtype in dtypes:
+        for k, n in shapes:
+            matrix = packed(_rows(generator, n, k), name, dtype, device)
+            dense = Matrix.dense(matrix.reference())
+            for rows in (1, 3, 16):
+                h = _rows(generator, rows, k).to(dtype).to(device)
+                a, b = (torch.full((rows, n), torch.nan, dtype=dtype, device=device) for _ in range(2))
+                segments.few_rows(matrix, a, h=h)
+                segments.few_rows(dense, b, h=h)
+                assert torch.equal(_bits(a), _bits(b)), (dtype, k, n, rows)
+
+
+def _act(x: Tensor, act: str) -> Tensor:
+    if act == "silu":
+        return torch.nn.functional.silu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
+
+
+@pytest.mark.parametrize("act", [None, "silu", "gelu_tanh", "gelu"])
+def test_norm_and_gate_in_a_product(act: str | None, device: torch.device, dtypes: list[torch.dtype]) -> None:
+    """x joins its branch through a norm, is normalised and multiplied; rows do not depend on their companions."""
+    generator = torch.Generator().manual_seed(5)
+    k, n = 640, 96
+    for dtype in dtypes:
+        matrix = Matrix.dense((_rows(generator, n, k) * 0.05).to(dtype).to(device))
+        x, y = _rows(generator, 4, k).to(device), _rows(generator, 4, k).to(dtype).to(device)
+        weight, post = _rows(generator, k).to(device), _rows(generator, k).to(device)
+        for branch, after in ((None, None), (y, None), (y, post)):
+            x_out = torch.full_like(x, torch.nan)
+            out = torch.full((4, n if act is None else n // 2), torch.nan, dtype=dtype, device=device)
+            norm = segments.Norm(x, x_out, branch, after, weight, 1e-6, 1.0)
+            segments.few_rows(matrix, out, norm=norm, act=act)
+            joined = x if branch is None else x + (y.float() if after is None else _norm(y.float(), 1 + post, 1e-6))
+            if branch is not None:
+                torch.testing.assert_close(x_out, joined, rtol=1e-5, atol=1e-5)
+            product = _norm(joined, 1 + weight, 1e-6).to(dtype).float() @ matrix.weights.float().T
+            if act is not None:
+                rounded = product.to(dtype).float()
+                product = _act(rounded[:, : n // 2], act) * rounded[:, n // 2 :]
+            close = 2.0**-6 if dtype is torch.bfloat16 else 1e-4
+            torch.testing.assert_close(out.float(), product, rtol=close, atol=close * float(product.abs().max()))
+            for row in range(4):
+                one = slice(row, row + 1)
+                alone, x_alone = torch.full_like(out[one], torch.nan), torch.full_like(x[one], torch.nan)
+                cut = segments.Norm(x[one], x_alone, None if branch is None else y[one], after, weight, 1e-6, 1.0)
+                segments.few_rows(matrix, alone, norm=cut, act=act)
+                if device.type == "cuda":
+                    assert torch.equal(_bits(alone), _bits(out[one]))
+                    assert branch is None or torch.equal(_bits(x_alone), _bits(x_out[one]))
