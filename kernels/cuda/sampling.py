@@ -2,7 +2,8 @@
 
     kept     the top_k largest logits (0: all), equals by lowest id; of these the smallest set of the most likely whose
              mass at the temperature reaches top_p of theirs, equals by lowest id
-    u        a Philox-4x32-10 word of key seed and counter (column, position, 0, 0), (word >> 8 + 1/2) / 2^24
+    u        a Philox-4x32-10 word of key seed and counter (column, position, 0, 0): ((word >> 9) + 1/2) / 2^23,
+             never 1, whose logarithm of the logarithm is infinite
     chosen   the largest of logit / temperature - log(-log(u)) over the kept ones, of equals the lowest id;
              at temperature 0 the largest logit
 
@@ -144,7 +145,7 @@ def score_kernel(logits, temperatures, seeds, positions, keys, cuts, scores, ind
         kept = (own > key) | ((own == key) & (i <= cut))
         zero = i * 0
         word, _, _, _ = tl.philox(tl.load(seeds + r), i, zero + tl.load(positions + r).to(tl.int32), zero, zero)
-        u = ((word.to(tl.uint32, bitcast=True) >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
+        u = ((word.to(tl.uint32, bitcast=True) >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
         score = tl.where(kept, v / temperature - tl.log(-tl.log(u)), float("-inf"))
     score = tl.where(i < limit, score, float("-inf"))
     top = tl.max(score, 0)
