@@ -99,7 +99,7 @@ def few_rows(
     """
     rows, width = out.shape
     lanes = 8 if rows <= 8 else 16 if rows <= 16 else 32
-    bn, bk, warps, stages = config or settings(matrix, width, lanes, act is not None)
+    bn, bk, warps, stages = config or settings(matrix, width, act is not None)
     none = out
     chain_kernel[(nl.cdiv(width, bn), nl.cdiv(rows, lanes))](
         h, matrix.weights, none if matrix.scales is None else matrix.scales,
@@ -112,7 +112,7 @@ def few_rows(
     )  # fmt: skip
 
 
-def settings(matrix: Matrix, width: int, lanes: int, gated: bool) -> tuple[int, int, int, int]:
+def settings(matrix: Matrix, width: int, gated: bool) -> tuple[int, int, int, int]:
     """Columns, k, warps and stages of a program: enough programs for every multiprocessor, enough bytes under way."""
     if matrix.bits != 16:
         return 32, 128, 4, 4

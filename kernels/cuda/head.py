@@ -62,7 +62,7 @@ def logits_peaks(
         index: int64 [R], of equals the first; value: float32 [R], NaN or infinite where a logit below `limit` is.
     """
     if segments.serves(matrix):
-        segments.few_rows(matrix, out, h=h, cap=cap, tile=segments.HEAD_TILE, pdl=pdl)
+        segments.few_rows(matrix, out, h=h, cap=cap, pdl=pdl)
     else:
         chain.few_rows(matrix, h, out, cap=cap, pdl=pdl)
     peaks(out, limit, index, value, pdl=pdl)

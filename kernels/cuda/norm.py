@@ -77,7 +77,8 @@ def add_norm(
     the same.
     """
     rows, width = x.shape
-    dtype = torch.float32 if out is None and y is None else (out if out is not None else y).dtype  # type: ignore[union-attr]
+    given = y if out is None else out
+    dtype = torch.float32 if given is None else given.dtype
     add_norm_kernel[(rows,)](
         x, x if y is None else y, x if post is None else post, x if weight is None else weight,
         x if out is None else out, x_out, eps, offset,

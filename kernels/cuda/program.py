@@ -101,7 +101,8 @@ class _Lowering:
 
     def __init__(self, program: Program) -> None:
         self.out: list[Launch] = []
-        self.turn, self.pending, self.post = 0, False, None
+        self.turn, self.pending = 0, False
+        self.post: Tensor | None = None
         self.norm: NormOf | None = None
         self.head_norms: list[op.RmsNorm] = []
         self.rope: op.RopeWrite | None = None
@@ -115,8 +116,6 @@ class _Lowering:
             if not isinstance(each, op.Head):
                 raise _refused(each)
             self.head = each
-
-    post: Tensor | None
 
     def _take(self, ops: Sequence[Op], at: int, body: int) -> int:
         """Take the operation at `at` and what belongs to it; how many."""
@@ -220,7 +219,7 @@ class DeviceCall:
         tables: int32 [lanes, width].
         k, v: pages [layers, pages, kv_heads, 16, head_dim].
         decode: rows are lanes: row i has the table i, and writes where its position lies in it. Else
-            slots: int64 [M]; plan, wanted_plan: of `attention.plan` for all rows and for the wanted ones.
+            slots: int64 [M]; plan, wanted_plan: of `attention_prefill.plan` for all rows and for the wanted ones.
         tiles: key tiles that a grid of decode covers.
         wanted: int64 [R], or None for all rows.
         pdl: launches depend on each other.
@@ -234,8 +233,8 @@ class DeviceCall:
     decode: bool
     tiles: int = 0
     slots: Tensor | None = None
-    plan: Any = None
-    wanted_plan: Any = None
+    plan: attention_prefill.Plan | None = None
+    wanted_plan: attention_prefill.Plan | None = None
     wanted: Tensor | None = None
     pdl: bool = False
 
@@ -253,16 +252,11 @@ class DeviceProgram:
         lowered = _Lowering(program)
         self.launches, self.head = tuple(lowered.out), lowered.head
         self.dtype, self.device = dtype, device
-        self.last = lowered.turn
         attended = next(each for each in self.launches if isinstance(each, Attention))
         self.shape = attended.attend
-        self._widths = self._measure(program)
+        self._widths = self._measure()
         self._buffers: dict[int, Buffers] = {}
-        self._scratches: dict[tuple[int, int], Any] = {}
-
-    @property
-    def vocab(self) -> int:
-        return 0 if self.head is None else self.head.linear.out_features
+        self._scratches: dict[tuple[int, int], attention.Scratch] = {}
 
     def buffers(self, rows: int, decode: bool) -> Buffers:
         """Buffers of at least so many rows. Those of decoding stay for good: graphs hold their addresses."""
@@ -309,8 +303,7 @@ class DeviceProgram:
 
     def _normed(self, each: Normed, buffers: Buffers, rows: int, call: DeviceCall) -> None:
         matrix, out = each.matrix, buffers.of(each.out, rows)
-        short = segments.serves(matrix)
-        if short and rows <= FUSED_ROWS:
+        if segments.serves(matrix) and rows <= FUSED_ROWS:
             turn = each.turn
             fused = segments.Norm(
                 buffers.x[turn.before][:rows],
@@ -325,10 +318,8 @@ class DeviceProgram:
             return
         self._join(each.norm, each.turn, buffers, rows, call.pdl)
         h = buffers.h[:rows]
-        if each.act is None:
-            linear.linear(h, matrix, out, pdl=call.pdl)
-        elif short and rows <= segments.FEW:
-            segments.few_rows(matrix, out, h=h, act=each.act, pdl=call.pdl)
+        if each.act is None or rows <= segments.FEW:
+            linear.linear(h, matrix, out, act=each.act, pdl=call.pdl)
         else:
             both = buffers.of("gate_up", rows)
             linear.linear(h, matrix, both, pdl=call.pdl)
@@ -369,13 +360,14 @@ class DeviceProgram:
                 for kept in (q, *buffers.x):
                     kept[:rows] = kept[call.wanted]
         if rows:
+            assert plan is not None
             attention_prefill.prefill(
                 q[:rows], k, v, call.tables, plan, buffers.of("attended", rows),
                 **sizes, scale=a.scale, window=a.window, softcap=a.softcap,
             )  # fmt: skip
         return rows
 
-    def _scratch(self, lanes: int, tiles: int) -> Any:
+    def _scratch(self, lanes: int, tiles: int) -> attention.Scratch:
         """Partial results of the attention of a step; kept for good likewise."""
         key = (nl.next_power_of_2(lanes), nl.next_power_of_2(tiles))
         if key not in self._scratches:
@@ -383,7 +375,7 @@ class DeviceProgram:
             self._scratches[key] = attention.Scratch.of(key[0], a.heads, a.head_dim, key[1], self.device)
         return self._scratches[key]
 
-    def _measure(self, program: Program) -> dict[str, int]:
+    def _measure(self) -> dict[str, int]:
         """Columns of the buffers."""
         a = self.shape
         first = next(each for each in self.launches if isinstance(each, Embedding))

@@ -3,7 +3,7 @@
 One chain of tensor-core steps over k would take 33 cycles a step, which no other work of so small a kernel hides. So the
 sum is cut into eight segments of `segment(K)` columns: each is one chain, and the eight are added in order. A warp takes
 a segment; weights are the tall side of the tensor core and rows its narrow side. A row's bits depend neither on the
-other rows nor on the tile: `product`, for many rows, walks the same segments one after another.
+other rows nor on the tile: `many_rows` walks the same segments one after another.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LONG = 4096  # columns from which on a row is one chain
 SEGMENTS = 8
 BLOCK = 128  # columns of k that a warp loads at once
 WARPS = nl.NORM_WARPS
-HEAD_TILE = 32  # columns of a program of an output head
+FEW = 32  # rows that the kernel of few rows serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,10 +302,6 @@ def many_rows(weight: Tensor, bias: Tensor | None, h: Tensor, out: Tensor) -> No
         K=k, SEGMENT=length, BM=bm, BN=bn, BK=bk, GROUP=8, BIAS=bias is not None,
         DT=nl.TYPES[weight.dtype], PRECISION=nl.precision(weight.dtype), num_warps=warps, num_stages=3,
     )  # fmt: skip
-
-
-FEW = 32
-"""Rows that the kernel of few rows serves."""
 
 
 def serves(matrix: Matrix) -> bool:

@@ -28,7 +28,7 @@ class DeviceTransformer:
     Args:
         descriptor: its architecture.
         weights: on the device, matrices as `numem.kernels.cuda.matrix.Matrix`.
-        dtype: "bfloat16", or "float32", of weights and pages.
+        dtype: of weights and pages: "bfloat16"; "float32" where Triton's interpreter runs the kernels.
         max_position: positions that may be evaluated.
         device: where everything lies.
 

@@ -1,6 +1,7 @@
 """Attention over pages: against torch, and the form of one row a lane bit for bit against that of many rows."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,7 +190,7 @@ def test_rows_prefilled_chunked_and_decoded(
         assert torch.equal(_bits(case.k), _bits(k)) and torch.equal(_bits(case.v), _bits(v))
 
 
-def _equal(device: torch.device):  # type: ignore[no-untyped-def]
+def _equal(device: torch.device) -> Callable[[Tensor, Tensor], None]:
     """Bits on the GPU; the interpreter's products follow the library's own order, which depends on their shape."""
 
     def check(a: Tensor, b: Tensor) -> None:

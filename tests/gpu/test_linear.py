@@ -7,7 +7,7 @@ from numem.kernels.cuda import chain, gate, linear, segments
 from numem.kernels.cuda.embed import embed
 from numem.kernels.cuda.matrix import Matrix
 from numem.kernels.cuda.unpack import unpack
-from tests.gpu.test_segments import _bits, _rows, packed
+from tests.gpu.matrix_fixtures import bits, packed, rows_of
 
 
 def test_long_rows(device: torch.device, dtypes: list[torch.dtype], big: bool) -> None:
@@ -18,9 +18,9 @@ def test_long_rows(device: torch.device, dtypes: list[torch.dtype], big: bool) -
         for k, n in shapes:
             if big and dtype is torch.float32:
                 continue
-            matrix = Matrix.dense((_rows(generator, n, k) * 0.02).to(dtype).to(device))
+            matrix = Matrix.dense((rows_of(generator, n, k) * 0.02).to(dtype).to(device))
             rows = 1100 if big else 37
-            h = _rows(generator, rows, k).to(dtype).to(device)
+            h = rows_of(generator, rows, k).to(dtype).to(device)
             out = torch.full((rows, n), torch.nan, dtype=dtype, device=device)
             linear.linear(h, matrix, out)
             exact = h.double() @ matrix.weights.double().T
@@ -30,7 +30,7 @@ def test_long_rows(device: torch.device, dtypes: list[torch.dtype], big: bool) -
                 few = torch.full_like(out[cut], torch.nan)
                 linear.linear(h[cut].contiguous(), matrix, few)
                 if big:
-                    assert torch.equal(_bits(few), _bits(out[cut])), (k, n, cut)
+                    assert torch.equal(bits(few), bits(out[cut])), (k, n, cut)
                 else:
                     torch.testing.assert_close(few, out[cut], rtol=1e-4, atol=1e-4)
             one = h[:1].contiguous()
@@ -39,7 +39,7 @@ def test_long_rows(device: torch.device, dtypes: list[torch.dtype], big: bool) -
             for config in ((16, 128, 4, 3), (32, 128, 4, 2), (64, 64, 4, 4), (32, 256, 8, 2)) if big else ():
                 few = torch.full_like(out[:1], torch.nan)
                 chain.few_rows(matrix, one, few, config=config)
-                assert torch.equal(_bits(few), _bits(ref)), config
+                assert torch.equal(bits(few), bits(ref)), config
 
 
 @pytest.mark.parametrize("name", ["q8", "q4", "q4a"])
@@ -48,16 +48,16 @@ def test_packed_layers(name: str, device: torch.device, dtypes: list[torch.dtype
     generator = torch.Generator().manual_seed(7)
     for dtype in dtypes:
         for k, n in ((4096, 512), (1024, 256)) if big else ((4096, 32), (160, 32)):
-            matrix = packed(_rows(generator, n, k), name, dtype, device)
+            matrix = packed(rows_of(generator, n, k), name, dtype, device)
             whole = torch.full((n, k), torch.nan, dtype=dtype, device=device)
-            assert torch.equal(_bits(unpack(matrix, whole)), _bits(matrix.reference()))
+            assert torch.equal(bits(unpack(matrix, whole)), bits(matrix.reference()))
             dense = Matrix.dense(whole)
             for rows in (1, 40):
-                h = _rows(generator, rows, k).to(dtype).to(device)
+                h = rows_of(generator, rows, k).to(dtype).to(device)
                 a, b = (torch.full((rows, n), torch.nan, dtype=dtype, device=device) for _ in range(2))
                 linear.linear(h, matrix, a)
                 linear.linear(h, dense, b)
-                assert torch.equal(_bits(a), _bits(b)), (dtype, k, rows)
+                assert torch.equal(bits(a), bits(b)), (dtype, k, rows)
             ids = torch.tensor([n - 1, 0, 7], device=device)
             x = torch.full((3, k), torch.nan, device=device)
             embed(matrix, ids, x, 3.0)
@@ -69,15 +69,15 @@ def test_packed_layers(name: str, device: torch.device, dtypes: list[torch.dtype
 def test_gate_in_and_after_a_product(act: str, k: int, device: torch.device, dtypes: list[torch.dtype]) -> None:
     generator = torch.Generator().manual_seed(8)
     for dtype in dtypes:
-        matrix = Matrix.dense((_rows(generator, 96, k) * 0.05).to(dtype).to(device))
-        h = _rows(generator, 5, k).to(dtype).to(device)
+        matrix = Matrix.dense((rows_of(generator, 96, k) * 0.05).to(dtype).to(device))
+        h = rows_of(generator, 5, k).to(dtype).to(device)
         both = torch.full((5, 96), torch.nan, dtype=dtype, device=device)
         after, within = (torch.full((5, 48), torch.nan, dtype=dtype, device=device) for _ in range(2))
         linear.linear(h, matrix, both)
         gate.gate(both, after, act)
         linear.linear(h, matrix, within, act=act)
         if device.type == "cuda":
-            assert torch.equal(_bits(after), _bits(within))
+            assert torch.equal(bits(after), bits(within))
         else:
             torch.testing.assert_close(after, within, rtol=1e-4, atol=1e-4)
 

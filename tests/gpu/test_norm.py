@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from numem.kernels.cuda import gate, norm
-from tests.gpu.test_segments import _bits, _rows
+from tests.gpu.matrix_fixtures import bits, rows_of
 
 FORMS = ("plain", "branch", "branch through a norm")
 
@@ -16,10 +16,10 @@ def _inputs(
     """x, branch, weight of its norm, weight; rows of very different sizes."""
     generator = torch.Generator().manual_seed(width)
     sizes = 10.0 ** torch.arange(rows).remainder(7).sub(3)[:, None]
-    x = (_rows(generator, rows, width) * sizes).to(device)
-    y = None if form == "plain" else _rows(generator, rows, width).to(dtype).to(device)
-    post = _rows(generator, width).to(device) if form == FORMS[2] else None
-    return x, y, post, _rows(generator, width).to(device)
+    x = (rows_of(generator, rows, width) * sizes).to(device)
+    y = None if form == "plain" else rows_of(generator, rows, width).to(dtype).to(device)
+    post = rows_of(generator, width).to(device) if form == FORMS[2] else None
+    return x, y, post, rows_of(generator, width).to(device)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -42,8 +42,8 @@ def test_norm_is_that_of_torch(
             torch.testing.assert_close(out.float(), expected, rtol=close, atol=close)
             again, kept = torch.full_like(out, torch.nan), x.clone()
             norm.add_norm(kept, y, post, weight, again, kept, eps=1e-6, offset=offset)
-            assert torch.equal(_bits(again), _bits(out))
-            assert y is None or torch.equal(_bits(kept), _bits(x_out))
+            assert torch.equal(bits(again), bits(out))
+            assert y is None or torch.equal(bits(kept), bits(x_out))
 
 
 def _normed(x: Tensor, y: Tensor | None, post: Tensor | None, weight: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -67,7 +67,7 @@ def test_a_row_alone(form: str, device: torch.device, dtypes: list[torch.dtype],
             poisoned[one] = x[one]
             beside = _normed(poisoned, y, post, weight, dtype)
             for a, b, c in zip(together, alone, beside, strict=True):
-                assert torch.equal(_bits(a[one]), _bits(b)) and torch.equal(_bits(a[one]), _bits(c[one]))
+                assert torch.equal(bits(a[one]), bits(b)) and torch.equal(bits(a[one]), bits(c[one]))
 
 
 def test_a_sum_without_a_norm(device: torch.device, dtypes: list[torch.dtype]) -> None:
@@ -87,7 +87,7 @@ def test_gate_is_that_of_torch(act: str, device: torch.device, dtypes: list[torc
     generator = torch.Generator().manual_seed(9)
     width = 3072 if big else 80
     for dtype in dtypes:
-        both = _rows(generator, 4, 2 * width)
+        both = rows_of(generator, 4, 2 * width)
         both[0, :4] = torch.tensor([-200.0, -30.0, 30.0, 200.0])
         both = both.to(dtype).to(device)
         out = torch.full((4, width), torch.nan, dtype=dtype, device=device)

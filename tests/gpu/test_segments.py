@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from numem.kernels import formats
 from numem.kernels.cuda import segments
 from numem.kernels.cuda.matrix import Matrix
+from tests.gpu.matrix_fixtures import bits, packed, rows_of
 
 SHAPES = [(160, 48), (640, 64), (1024, 32), (1536, 80)]
 TRUE_SHAPES = [(640, 1536), (1024, 640), (640, 4096), (2048, 640), (1024, 4096), (3072, 1024), (576, 960), (1536, 576)]
@@ -15,28 +15,6 @@ TRUE_SHAPES = [(640, 1536), (1024, 640), (640, 4096), (2048, 640), (1024, 4096),
 @pytest.fixture
 def shapes(big: bool) -> list[tuple[int, int]]:
     return TRUE_SHAPES if big else SHAPES
-
-
-def _rows(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
-
-
-def packed(weight: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> Matrix:
-    """A weight in one of the CPU's formats, packed for the device."""
-    f = formats.FORMATS[name]
-    planes = formats.quantise(weight, name)
-    grid = formats.unpack(planes["records"], f)
-    scales, mins = grid.effective()
-    n, k = weight.shape
-    cut = (slice(n), slice(k // 32))
-    return Matrix.packed(
-        grid.codes[:n, :k], scales[cut].half(), planes["units"][:n], zero=f.zero, bits=f.code, dtype=dtype,
-        device=device, mins=None if mins is None else mins[cut].half(),
-    )  # fmt: skip
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,9 +28,9 @@ def test_few_rows_equal_torch_and_many_rows(
     generator = torch.Generator().manual_seed(3)
     for dtype in dtypes:
         for k, n in shapes:
-            weight = (_rows(generator, n, k) * 0.05).to(dtype).to(device)
-            bias = _rows(generator, n).to(device)
-            h = _rows(generator, 40, k).to(dtype).to(device)
+            weight = (rows_of(generator, n, k) * 0.05).to(dtype).to(device)
+            bias = rows_of(generator, n).to(device)
+            h = rows_of(generator, 40, k).to(dtype).to(device)
             many = torch.full((40, n), torch.nan, dtype=dtype, device=device)
             segments.many_rows(weight, bias, h, many)
             exact = h.double() @ weight.double().T + bias.double()
@@ -63,7 +41,7 @@ def test_few_rows_equal_torch_and_many_rows(
                     few = torch.full_like(many[rows], torch.nan)
                     segments.few_rows(Matrix.dense(weight, bias), few, h=h[rows].contiguous(), tile=tile)
                     if device.type == "cuda":
-                        assert torch.equal(_bits(few), _bits(many[rows])), (dtype, k, n, rows, tile)
+                        assert torch.equal(bits(few), bits(many[rows])), (dtype, k, n, rows, tile)
                     else:
                         torch.testing.assert_close(few, many[rows], rtol=1e-5, atol=1e-5)
 
@@ -76,14 +54,14 @@ def test_packed_weights_are_their_dense_ones(
     generator = torch.Generator().manual_seed(4)
     for dtype in dtypes:
         for k, n in shapes:
-            matrix = packed(_rows(generator, n, k), name, dtype, device)
+            matrix = packed(rows_of(generator, n, k), name, dtype, device)
             dense = Matrix.dense(matrix.reference())
             for rows in (1, 3, 16):
-                h = _rows(generator, rows, k).to(dtype).to(device)
+                h = rows_of(generator, rows, k).to(dtype).to(device)
                 a, b = (torch.full((rows, n), torch.nan, dtype=dtype, device=device) for _ in range(2))
                 segments.few_rows(matrix, a, h=h)
                 segments.few_rows(dense, b, h=h)
-                assert torch.equal(_bits(a), _bits(b)), (dtype, k, n, rows)
+                assert torch.equal(bits(a), bits(b)), (dtype, k, n, rows)
 
 
 def _act(x: Tensor, act: str) -> Tensor:
@@ -98,9 +76,9 @@ def test_norm_and_gate_in_a_product(act: str | None, device: torch.device, dtype
     generator = torch.Generator().manual_seed(5)
     k, n = 640, 96
     for dtype in dtypes:
-        matrix = Matrix.dense((_rows(generator, n, k) * 0.05).to(dtype).to(device))
-        x, y = _rows(generator, 4, k).to(device), _rows(generator, 4, k).to(dtype).to(device)
-        weight, post = _rows(generator, k).to(device), _rows(generator, k).to(device)
+        matrix = Matrix.dense((rows_of(generator, n, k) * 0.05).to(dtype).to(device))
+        x, y = rows_of(generator, 4, k).to(device), rows_of(generator, 4, k).to(dtype).to(device)
+        weight, post = rows_of(generator, k).to(device), rows_of(generator, k).to(device)
         for branch, after in ((None, None), (y, None), (y, post)):
             x_out = torch.full_like(x, torch.nan)
             out = torch.full((4, n if act is None else n // 2), torch.nan, dtype=dtype, device=device)
@@ -121,5 +99,5 @@ def test_norm_and_gate_in_a_product(act: str | None, device: torch.device, dtype
                 cut = segments.Norm(x[one], x_alone, None if branch is None else y[one], after, weight, 1e-6, 1.0)
                 segments.few_rows(matrix, alone, norm=cut, act=act)
                 if device.type == "cuda":
-                    assert torch.equal(_bits(alone), _bits(out[one]))
-                    assert branch is None or torch.equal(_bits(x_alone), _bits(x_out[one]))
+                    assert torch.equal(bits(alone), bits(out[one]))
+                    assert branch is None or torch.equal(bits(x_alone), bits(x_out[one]))
