@@ -175,6 +175,8 @@ def _start(weed: str, data: Path, ports: list[int], access: str, secret: str) ->
         "-master.volumeSizeLimitMB=512",
         f"-volume.port={volume}",
         "-volume.max=30",
+        # Its default, one percent of the disk, makes every write fail with 500 on a large disk that is nearly full.
+        "-volume.minFreeSpace=256MiB",
         "-filer",
         f"-filer.port={filer}",
         "-s3",
