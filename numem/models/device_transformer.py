@@ -97,6 +97,8 @@ class DeviceTransformer:
             if rows.peaks is not None:
                 rows.peaks.index.copy_(index)
                 rows.peaks.value.copy_(value)
+            if rows.kept:
+                return torch.empty((0, self.vocab))
             if rows.out is not None:
                 return rows.out.copy_(logits)
             return logits.cpu()

@@ -169,8 +169,7 @@ class LM:
                 f"{self.max_position}; load the model with a larger max_position"
             )
         with self.start(tokens) as continuation:
-            for _ in range(max_new_tokens):
-                token = continuation.step(sampler)
+            for token in continuation.stream(max_new_tokens, sampler):
                 yield token
                 if token in self.tokenizer.eos_ids and not ignore_eos:
                     return

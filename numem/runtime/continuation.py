@@ -6,7 +6,8 @@ cache         [0, n)           |  ^ pending, evaluated at position n by the next
 
 import platform
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -14,14 +15,16 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from numem.errors import ContextLengthError, InputError, IntegrityError, OutOfPlanError
+from numem.errors import CapacityError, ContextLengthError, InputError, IntegrityError, NumemError, OutOfPlanError
 from numem.identity.chain import pack_tokens, unpack_tokens
 from numem.identity.fingerprint import Identity
+from numem.runtime.ahead import AHEAD_MS, AHEAD_STEPS, pick
+from numem.runtime.device.state import Step
 from numem.runtime.engine import Engine
 from numem.runtime.paging.pool import Route
 from numem.runtime.restore.capture import capture
 from numem.runtime.restore.kv import Restored, raw, restore_rows
-from numem.runtime.sampling import GREEDY, Sampler
+from numem.runtime.sampling import GREEDY, Sampler, not_finite
 
 if TYPE_CHECKING:
     from numem.store.memory import Memory, PublishReceipt, Ticket
@@ -126,7 +129,7 @@ class Continuation:
         tokens: all tokens, the pending one last.
         route: its pages.
         restored: what a restore loaded (all zero after a plain start).
-        logits: float32 [vocab] of the last step, None before the first.
+        logits: float32 [vocab] of the last step; None before the first, and behind tokens decoded ahead.
     """
 
     def __init__(self, session: Session, tokens: list[int], route: Route) -> None:
@@ -151,7 +154,7 @@ class Continuation:
         position = self._settled()
         (logits,) = engine.append([(self.route, self.tokens[-1:])])
         try:
-            token = sampler.choose(logits, position, engine.vocab)
+            token = pick(engine, logits, position, sampler)
         except BaseException:
             # The pending token is pending again: its row goes, so that nothing is evaluated or published twice.
             longer, self.route = self.route, engine.pool.fork(self.route, position)
@@ -162,8 +165,72 @@ class Continuation:
         return token
 
     def advance(self, count: int, sampler: Sampler = GREEDY) -> list[int]:
-        """`count` steps; returns the chosen tokens."""
-        return [self.step(sampler) for _ in range(count)]
+        """`count` steps; returns the chosen tokens. Where it raises, `tokens` has those chosen before.
+
+        On a device they are decoded ahead, many at a time.
+
+        Raises:
+            As `step`.
+        """
+        at = len(self.tokens)
+        while (left := at + count - len(self.tokens)) > 0:
+            if self.session.engine.ahead is None:
+                self.step(sampler)
+            else:
+                self._decode(min(left, AHEAD_STEPS), sampler)
+        return self.tokens[at:]
+
+    def stream(self, count: int, sampler: Sampler = GREEDY) -> Iterator[int]:
+        """As `advance`, with each token as it is chosen. On a device more and more of them are decoded at a time, as long
+        as none waits longer than AHEAD_MS; whoever stops early leaves those behind in `tokens`.
+
+        Raises:
+            As `step`, behind the tokens chosen before.
+        """
+        at = len(self.tokens)
+        end, steps = at + count, 1
+        while at < end:
+            began, failure = time.perf_counter(), None
+            try:
+                self.advance(min(steps, end - at), sampler)
+            except NumemError as error:
+                failure = error
+            if self.session.engine.ahead is not None and time.perf_counter() - began < AHEAD_MS / 2e3:
+                steps = min(2 * steps, AHEAD_STEPS)
+            chosen = self.tokens[at:]
+            yield from chosen
+            if failure is not None:
+                raise failure
+            at += len(chosen)
+
+    def _decode(self, steps: int, sampler: Sampler) -> None:
+        """Decode up to so many steps ahead, at least one: as many as there are positions and pages for."""
+        engine, route = self.session.engine, self.route
+        position = self._settled()
+        engine.check(position, self.tokens[-1:])
+        steps = min(steps, engine.max_position - position)
+        while True:
+            try:
+                reserved = engine.reserve(route, steps)
+                break
+            except CapacityError:
+                if steps == 1:
+                    raise
+                steps //= 2
+        try:
+            decoded = list(engine.decode([Step(self.tokens[-1], position, reserved.pages, sampler)], steps))
+        except BaseException:
+            engine.pool.abort([reserved])
+            raise
+        engine.pool.commit([reserved])
+        self.logits = None
+        chosen = [token for piece in decoded for (token,) in piece.tolist()]
+        good = chosen.index(-1) if -1 in chosen else steps
+        self.tokens += chosen[:good]
+        if good < steps:
+            self.route = engine.pool.fork(route, position + good)
+            engine.release(route)
+            raise not_finite(position + good)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append given tokens: the pending one and all but the last of them are evaluated, the last one is pending.

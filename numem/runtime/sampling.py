@@ -53,9 +53,7 @@ class Sampler:
             best = int(row.argmax())
             peak = best, float(row[best])
         if not math.isfinite(peak[1]):
-            raise ModelError(
-                f"sampler: logits at position {position} are not finite; the weights or the state are damaged"
-            )
+            raise not_finite(position)
         if self.temperature == 0.0:
             return peak[0]
         row = np.asarray(logits, dtype=np.float32)[:vocab]
@@ -71,6 +69,11 @@ class Sampler:
         kept = min(kept, len(total))
         point = uniform(self.seed, position) * total[kept - 1]
         return int(order[min(int(np.searchsorted(total[:kept], point, side="right")), kept - 1)])
+
+
+def not_finite(position: int) -> ModelError:
+    """The error of logits from which nothing can be chosen."""
+    return ModelError(f"sampler: logits at position {position} are not finite; the weights or the state are damaged")
 
 
 def uniform(seed: int, position: int) -> float:

@@ -1,13 +1,13 @@
 """Decoding several steps on a device without the host: one CUDA graph a step, over a fixed number of lanes.
 
-    host      load lanes |                      read tokens
-    device               | step | step | ...   |         each step leaves its tokens where the next one reads them
+    host      load lanes |              read tokens | read tokens |
+    device               | step | step | ...  | step | ...        |   each leaves its tokens where the next one reads them
 
 A graph is captured once per number of lanes, length of the longest lane (both rounded up to powers of two) and way of
 sampling; what a step does for a lane depends on neither.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -21,6 +21,7 @@ from numem.runtime.device.state import LaneState, Step
 from numem.runtime.paging.pages import PageStorage
 
 HISTORY = 256  # steps of one call at most
+PIECE = 4  # steps after which the host may read: while it takes their tokens, the device goes on
 
 
 class Stepper(Protocol):
@@ -57,6 +58,10 @@ class DecodeGraphs:
         Returns:
             int64 [steps, lanes]: the tokens chosen, -1 where a lane's logits were not finite.
         """
+        return np.concatenate(list(self.pieces(items, steps)))
+
+    def pieces(self, items: Sequence[Step], steps: int) -> Iterator[np.ndarray]:
+        """As `decode`, a few steps after the other, each as soon as they are done; all are launched before the first."""
         if not 0 < steps <= HISTORY:
             raise CapacityError(f"decode: {steps} steps at once; at most {HISTORY}")
         lanes = _round(len(items))
@@ -66,12 +71,21 @@ class DecodeGraphs:
         sampled = any(step.sampler.temperature > 0 for step in items)
         run = self._runner(lanes, tiles, sampled)
         state.load(items)
-        for _ in range(steps):
-            run()
-        host[:steps].copy_(history[:steps], non_blocking=True)
-        if self._decoder.device.type == "cuda":
-            torch.cuda.current_stream(self._decoder.device).synchronize()
-        return host[:steps, : len(items)].numpy().copy()
+        cuda = self._decoder.device.type == "cuda"
+        done: list[tuple[int, int, torch.cuda.Event | None]] = []
+        for a in range(0, steps, PIECE):
+            b = min(a + PIECE, steps)
+            for _ in range(a, b):
+                run()
+            host[a:b].copy_(history[a:b], non_blocking=True)
+            event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
+            if event is not None:
+                event.record(torch.cuda.current_stream(self._decoder.device))
+            done.append((a, b, event))
+        for a, b, event in done:
+            if event is not None:
+                event.synchronize()
+            yield host[a:b, : len(items)].numpy().copy()
 
     def _state(self, lanes: int) -> tuple[LaneState, Tensor, Tensor]:
         found = self._states.get(lanes)

@@ -258,16 +258,23 @@ class Admission:
         return started
 
 
-def check_request(request: Request, engine: Engine) -> None:
-    """Refuse a request that an engine can never run.
+def check_request(request: Request, engine: Engine, *, texts: bool, durable: bool) -> None:
+    """Refuse a request that can never run.
+
+    Args:
+        texts: whether ids are made into text; durable: whether there is a memory to publish to.
 
     Raises:
-        InputError: no tokens, ids outside the vocabulary, a negative number of tokens to generate, no samples, a deadline
-            that is no number.
+        InputError: what is not there is asked for, no tokens, ids outside the vocabulary, a negative number of tokens to
+            generate, no samples, a deadline that is no number.
         ContextLengthError: the prompt passes max_position.
         CapacityError: more pages than there are.
     """
     name, limit = f"request {request.id!r}", engine.max_position
+    if request.stop and not texts:
+        raise InputError(f"{name}: has stop strings, and the scheduler was made without `detokenize`")
+    if request.publish and not durable:
+        raise InputError(f"{name}: is to be published, and the scheduler was made without a memory")
     if not request.tokens or request.max_new_tokens < 0 or request.samples < 1:
         raise InputError(f"{name}: the prompt is empty, max_new_tokens is negative, or samples is not positive")
     if request.deadline_s is not None and math.isnan(request.deadline_s):

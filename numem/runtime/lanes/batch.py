@@ -15,7 +15,7 @@ from numem.runtime.lanes.iteration import Demand, Kind, Limits, plan_iteration
 from numem.runtime.lanes.sequence import Entry
 from numem.runtime.paging.route import Reservation
 from numem.runtime.restore.arrival import Work
-from numem.runtime.sampling import Peak
+from numem.runtime.sampling import Peak, Sampler, not_finite
 
 
 @dataclass(slots=True)
@@ -25,7 +25,9 @@ class Batch:
     Attributes:
         entries: whose rows: first those that decode, then those of `works`.
         reservations: of the decoding ones; works: of the arriving ones.
-        rows: logits of each entry's last row, or nothing; until the next step, they are lent by the engine.
+        rows: logits of each entry's last row, or nothing; until the next step, they are lent by the engine. Where a
+            decoder chooses of them itself, they are there for witnesses alone.
+        peaks: where the largest of each of them is, None of no logits.
         chosen: its next token, None where it has none yet, or why it has none.
         broken: entries that could not take part, and why.
     """
@@ -34,6 +36,7 @@ class Batch:
     reservations: list[Reservation] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
+    peaks: list[Peak | None] = field(default_factory=list)
     chosen: list[int | ModelError | None] = field(default_factory=list)
     broken: list[tuple[Entry, Exception]] = field(default_factory=list)
 
@@ -99,24 +102,38 @@ def evaluate(engine: Engine, decoding: list[Entry], arriving: list[tuple[Entry, 
                 batch.works.append(work)
                 spans.append(work.span)
         if spans:
-            batch.rows, peaks = engine.evaluate_lent(spans)
-            vocab = engine.vocab
-            found = zip(batch.entries, batch.rows, peaks, strict=True)
-            batch.chosen = [choose(entry, row, peak, vocab) for entry, row, peak in found]
+            kept = engine.chooser is not None and not any(entry.request.witness for entry in batch.entries)
+            batch.rows, batch.peaks = engine.evaluate_lent(spans, kept=kept)
+            batch.chosen = choose(engine, batch, enumerate(batch.entries))
     except BaseException:
         _abort(engine, batch)
         raise
     return batch
 
 
-def choose(entry: Entry, row: np.ndarray, peak: Peak | None, vocab: int) -> int | ModelError | None:
-    """An entry's next token from logits, whose largest is `peak` (None: not known)."""
-    if not len(row) or not entry.request.max_new_tokens:
-        return None
-    try:
-        return entry.sampler.choose(row, len(entry.tokens) - 1, vocab, peak)
-    except ModelError as error:
-        return error
+def choose(engine: Engine, batch: Batch, asked: Iterable[tuple[int, Entry]]) -> list[int | ModelError | None]:
+    """The next tokens of entries, each from the logits of the row that is named for it, by the decoder's own rule where
+    it has one."""
+    chosen: list[int | ModelError | None] = []
+    there: list[tuple[int, int, Sampler, int]] = []  # on the device: place in `chosen`, row, sampler, position
+    for at, entry in asked:
+        peak, sampler, position = batch.peaks[at], entry.sampler, len(entry.tokens) - 1
+        if peak is None or not entry.request.max_new_tokens:
+            chosen.append(None)
+        elif engine.chooser is not None and sampler.temperature:
+            there.append((len(chosen), at - batch.peaks[:at].count(None), sampler, position))
+            chosen.append(None)
+        else:
+            try:
+                chosen.append(sampler.choose(batch.rows[at], position, engine.vocab, peak))
+            except ModelError as error:
+                chosen.append(error)
+    if there and engine.chooser is not None:
+        places, rows, samplers, positions = zip(*there, strict=True)
+        tokens = engine.chooser.choose(list(zip(samplers, positions, strict=True)), engine.vocab, rows)
+        for place, position, token in zip(places, positions, tokens, strict=True):
+            chosen[place] = token if token >= 0 else not_finite(position)
+    return chosen
 
 
 def commit(engine: Engine, batch: Batch, elapsed_ms: float) -> None:

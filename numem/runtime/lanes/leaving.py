@@ -44,6 +44,7 @@ class Leaving:
 
     def end(self, entry: Entry, finish: Finish, error: str = "") -> bool:
         """End a sequence; whether its outcome is complete, else it comes by `collect`."""
+        entry.cut(self._engine.pool)
         outcome, route = entry.outcome, entry.route
         outcome.finish, outcome.error = finish, error
         if entry.text is not None:
@@ -67,6 +68,7 @@ class Leaving:
 
     def undo(self, entry: Entry) -> None:
         """Preempt a running sequence: it waits again."""
+        entry.cut(self._engine.pool)
         route = entry.held
         assert route is not None
         whole = route.length - route.length % CHUNK_TOKENS if route.pending is None else 0

@@ -17,9 +17,11 @@ import numpy as np
 
 from numem.errors import ClosedError, InputError, ModelError, NumemError
 from numem.identity.chain import CHUNK_TOKENS
+from numem.runtime.ahead import AHEAD_MS
 from numem.runtime.continuation import Session
 from numem.runtime.lanes.admission import Admission, check_request
-from numem.runtime.lanes.batch import choose, commit, evaluate, grants
+from numem.runtime.lanes.ahead import DecodeAhead
+from numem.runtime.lanes.batch import Batch, choose, commit, evaluate, grants
 from numem.runtime.lanes.iteration import Limits
 from numem.runtime.lanes.leaving import Leaving
 from numem.runtime.lanes.sequence import Entry, State, Text
@@ -60,6 +62,7 @@ class Scheduler:
         share: use the pages of running and kept sequences with a common prefix.
         clock: seconds; deadlines and all times are read from it.
         on_token: told each generated token, at the end of the step that chose it.
+        ahead_ms: on a device, the time that tokens may wait to be told while those behind them are decoded.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Scheduler:
         share: bool = True,
         clock: Callable[[], float] = time.monotonic,
         on_token: Callable[[Token], None] | None = None,
+        ahead_ms: float = AHEAD_MS,
     ) -> None:
         if minimum_prefill_tokens is None:
             minimum_prefill_tokens = max(1, max_batched_tokens // 8) if capacity > 1 else 0
@@ -106,6 +110,7 @@ class Scheduler:
         self._owns_arrivals = arrivals is None
         self._arrivals = arrivals or Arrivals(session, memory, tier=tier, decisions=decisions)
         self._admission = Admission(self, self._leaving, self._arrivals, decisions, share)
+        self._ahead = DecodeAhead(self, ahead_ms)
 
     # callers
 
@@ -196,10 +201,9 @@ class Scheduler:
         self._expire()
         self._land()
         self._admission.admit(self._waiting, self._running)
-        if not self._iterate():
+        if not (self._ahead.run(self._running, self._deadlines.soonest) or self._iterate()):
             self._pause()
-        while self._told and self._on_token is not None:
-            self._on_token(self._told.popleft())
+        self.tell()
         ended, self._outcomes = self._outcomes, []
         return ended
 
@@ -242,16 +246,11 @@ class Scheduler:
     # entering and leaving
 
     def _check(self, request: Request) -> None:
-        name = f"request {request.id!r}"
         if self._closed:
             raise ClosedError("scheduler: used after close")
         if request.id in self._entries or request.id in self._leaving:
-            raise InputError(f"{name}: this id is in use by a request that has not ended")
-        if request.stop and self._detokenize is None:
-            raise InputError(f"{name}: has stop strings, and the scheduler was made without `detokenize`")
-        if request.publish and self.memory is None:
-            raise InputError(f"{name}: is to be published, and the scheduler was made without a memory")
-        check_request(request, self.engine)
+            raise InputError(f"request {request.id!r}: this id is in use by a request that has not ended")
+        check_request(request, self.engine, texts=self._detokenize is not None, durable=self.memory is not None)
 
     def _enter(self, request: Request, origin: Entry | None = None) -> None:
         now = self.clock()
@@ -305,8 +304,7 @@ class Scheduler:
 
     def _expire(self) -> None:
         while (entry := self._deadlines.pop(self.clock())) is not None:
-            if entry.state is not State.ENDED:
-                self.ended(entry, Finish.DEADLINE)
+            self.ended(entry, Finish.DEADLINE)
 
     def _land(self, wait_s: float = 0.0) -> bool:
         """Write what was loaded into pages; whether anything came."""
@@ -345,7 +343,7 @@ class Scheduler:
                 self._arrived(entry)
             token = batch.chosen[at]
             if token is not None:
-                self._take(entry, token, batch.rows[at])
+                self._chosen(entry, token, batch, at)
             elif entry.state is State.DECODING:
                 self.ended(entry, Finish.LENGTH)
         for entry, error in batch.broken:
@@ -362,13 +360,24 @@ class Scheduler:
             entry.account()
             entry.seat(arrival.route)
 
-    def _take(self, entry: Entry, token: int | ModelError, row: np.ndarray) -> None:
+    def _chosen(self, entry: Entry, token: int | ModelError, batch: Batch, at: int) -> None:
+        """An entry's token was chosen from a row of a batch; other samples of its request choose their first from the
+        same one."""
+        if not (entry.outcome.generated or isinstance(token, ModelError)):
+            assert entry.admitted is not None
+            entry.outcome.ttft_ms = (self.clock() - entry.admitted) * 1e3
+            samples = self._entries[entry.request.id]
+            for sample in self._admission.split(entry, samples, self._running, self._waiting):
+                (first,) = choose(self.engine, batch, [(at, sample)])
+                assert first is not None
+                self._chosen(sample, first, batch, at)
+        self.take(entry, token, batch.rows[at])
+
+    def take(self, entry: Entry, token: int | ModelError, row: np.ndarray) -> None:
         """Give an entry its next token, or the error it ends with."""
         if isinstance(token, ModelError):
             self.failed(entry, token)
             return
-        if not entry.outcome.generated:
-            self._first(entry, row)
         try:
             finish, text = entry.accept(token, row)
         except NumemError as error:
@@ -379,16 +388,10 @@ class Scheduler:
         if finish is not None:
             self.ended(entry, finish)
 
-    def _first(self, entry: Entry, row: np.ndarray) -> None:
-        """An entry is about to get its first token; other samples of its request choose theirs from the same logits."""
-        assert entry.admitted is not None
-        entry.outcome.ttft_ms = (self.clock() - entry.admitted) * 1e3
-        samples = self._entries[entry.request.id]
-        if len(samples) > 1:
-            for sample in self._admission.split(entry, samples, self._running, self._waiting):
-                token = choose(sample, row, None, self.engine.vocab)
-                assert token is not None
-                self._take(sample, token, row)
+    def tell(self) -> None:
+        """Tell the tokens taken since the last time."""
+        while self._told and self._on_token is not None:
+            self._on_token(self._told.popleft())
 
     def _pause(self) -> None:
         """Nothing to evaluate: wait a little for what is on its way."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from numem.identity.chain import PAGE_TOKENS
-from numem.runtime.paging.pool import Capacity, Reservation, Route
+from numem.runtime.paging.pool import Capacity, PagePool, Reservation, Route
 from numem.runtime.request import Finish, Outcome, Request, Token, TokenStream
 from numem.runtime.sampling import Sampler
 from numem.runtime.stops import StopStrings
@@ -154,6 +154,15 @@ class Entry:
             fresh = len(reservation.added) + (reservation.replaced is not None)
             self.table[pages - fresh : pages] = reservation.pages[pages - fresh :]
         return self.table[:pages]
+
+    def cut(self, pool: PagePool) -> None:
+        """Give up the rows that were decoded ahead of the tokens taken."""
+        route = self.route
+        if route is not None and route.length >= len(self.tokens):
+            self.route = pool.fork(route, len(self.tokens) - 1)
+            freed = pool.release(route)
+            if self.capacity is not None:
+                pool.extend(self.capacity, len(freed))
 
     def accept(self, token: int, row: np.ndarray) -> tuple[Finish | None, str]:
         """Take a chosen token; why the sequence ends with it, if it does, and the text that is certain now."""

@@ -106,6 +106,14 @@ class Deadlines:
             self._most = max(DEADLINES, 2 * len(self._heap))
         heapq.heappush(self._heap, (entry.deadline, entry.order, entry))
 
+    @property
+    def soonest(self) -> float | None:
+        """The next deadline of an entry that has not ended, or None."""
+        while self._heap and self._heap[0][2].state is State.ENDED:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
     def pop(self, now: float) -> Entry | None:
-        """Take out an entry whose deadline has come, if there is one."""
-        return heapq.heappop(self._heap)[2] if self._heap and self._heap[0][0] <= now else None
+        """Take out an entry whose deadline has come before it ended, if there is one."""
+        soonest = self.soonest
+        return heapq.heappop(self._heap)[2] if soonest is not None and soonest <= now else None
