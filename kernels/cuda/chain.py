@@ -42,10 +42,10 @@ def prefetch(w, n, K: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
 
 @jit
 def chain_kernel(
-    h, w, scales, mins, bias, out, rows, N, cap,
+    h, w, scales, mins, bias, out, rows, N,
     K: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     BIAS: tl.constexpr, ACT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr,
-    DT: tl.constexpr, CAP: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    DT: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     n = tl.minimum(column, N - 1)
@@ -76,8 +76,6 @@ def chain_kernel(
         if BIAS:
             up += tl.load(bias + n + N)[:, None]
         result = nl.act(result.to(DT).to(tl.float32), ACT) * up.to(DT).to(tl.float32)
-    if CAP:
-        result = nl.softcap(result, cap)
     mask = inside[None, :] & (column[:, None] < N)
     tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], result.to(OUT), mask=mask)
 
@@ -88,7 +86,6 @@ def few_rows(
     out: Tensor,
     *,
     act: str | None = None,
-    cap: float | None = None,
     config: tuple[int, int, int, int] | None = None,
     pdl: bool = False,
 ) -> None:
@@ -103,10 +100,10 @@ def few_rows(
     none = out
     chain_kernel[(nl.cdiv(width, bn), nl.cdiv(rows, lanes))](
         h, matrix.weights, none if matrix.scales is None else matrix.scales,
-        none if matrix.mins is None else matrix.mins, none if matrix.bias is None else matrix.bias, out, rows, width, 0.0 if cap is None else cap,
+        none if matrix.mins is None else matrix.mins, none if matrix.bias is None else matrix.bias, out, rows, width,
         K=matrix.in_features, L=lanes, BN=bn, BK=bk, STAGES=stages, BIAS=matrix.bias is not None,
         ACT=0 if act is None else nl.ACTIVATIONS[act], BITS=matrix.bits, ZERO=matrix.zero, MINS=matrix.mins is not None,
-        DT=nl.TYPES[matrix.dtype], CAP=cap is not None, OUT=nl.TYPES[out.dtype],
+        DT=nl.TYPES[matrix.dtype], OUT=nl.TYPES[out.dtype],
         PRECISION=nl.precision(matrix.dtype), num_warps=warps,
         **nl.EXACT, **nl.launch(pdl),
     )  # fmt: skip

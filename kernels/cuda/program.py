@@ -301,6 +301,11 @@ class DeviceProgram:
         assert self.head is not None
         head.logits_peaks(h, _matrix(self.head.linear), out, limit, index, value, cap=self.head.cap, pdl=pdl)
 
+    def logits_parts(self, h: Tensor, out: Tensor, limit: int, *, pdl: bool = False) -> head.Parts:
+        """Logits likewise, and of each row the largest of every tile, for `step.finish_greedy`."""
+        assert self.head is not None
+        return head.logits_parts(h, _matrix(self.head.linear), out, limit, cap=self.head.cap, pdl=pdl)
+
     def _normed(self, each: Normed, buffers: Buffers, rows: int, call: DeviceCall) -> None:
         matrix, out = each.matrix, buffers.of(each.out, rows)
         if segments.serves(matrix) and rows <= FUSED_ROWS:

@@ -67,11 +67,11 @@ def in_order(acc, A: tl.constexpr, B: tl.constexpr):
 @jit
 def few_rows_kernel(
     h, x, y, post, weight, x_out, w, scales, mins, bias, out,
-    rows, N, eps, offset, cap,
+    rows, N, eps, offset,
     K: tl.constexpr, KN: tl.constexpr, C: tl.constexpr, L: tl.constexpr, BN: tl.constexpr,
     NORM: tl.constexpr, JOIN: tl.constexpr, POST: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr,
-    CAP: tl.constexpr, OUT: tl.constexpr,
+    OUT: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -177,8 +177,6 @@ def few_rows_kernel(
         if BIAS:
             up += tl.load(bias + n + N)[:, None]
         result = nl.act(result.to(DT).to(tl.float32), ACT) * up.to(DT).to(tl.float32)
-    if CAP:
-        result = nl.softcap(result, cap)
     mask = inside[None, :] & (column[:, None] < N)
     tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], result.to(OUT), mask=mask)
 
@@ -226,7 +224,6 @@ def few_rows(
     h: Tensor | None = None,
     norm: "Norm | None" = None,
     act: str | None = None,
-    cap: float | None = None,
     tile: int = 16,
     pdl: bool = False,
 ) -> None:
@@ -238,7 +235,6 @@ def few_rows(
         h: DT [M, K].
         norm: a norm of the residual stream, with the branch that joins it first.
         act: an activation of `nl.ACTIVATIONS`.
-        cap: soft cap of the results.
         tile: columns of a program, 16 or 32; changes no bit.
     """
     rows, width = out.shape
@@ -264,7 +260,6 @@ def few_rows(
         width,
         0.0 if norm is None else norm.eps,
         0.0 if norm is None else norm.offset,
-        0.0 if cap is None else cap,
         K=k,
         KN=nl.next_power_of_2(k),
         C=nl.cdiv(k, SEGMENTS * BLOCK),
@@ -279,7 +274,6 @@ def few_rows(
         ZERO=matrix.zero,
         MINS=matrix.mins is not None,
         DT=dtype,
-        CAP=cap is not None,
         OUT=nl.TYPES[out.dtype],
         PRECISION=nl.precision(matrix.dtype),
         num_warps=WARPS,

@@ -1,10 +1,14 @@
 """The end of a decode step: chosen tokens become the state of the next one, on the device."""
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
 from numem.kernels.cuda import language as nl
+from numem.kernels.cuda.head import Parts, id_of, is_finite, largest_word
 from numem.kernels.cuda.language import jit
+
+_arrived: dict[torch.device, Tensor] = {}
 
 
 @jit
@@ -26,6 +30,30 @@ def advance_kernel(
     tl.store(positions + lane, position + 1, mask=active)
     tl.debug_barrier()
     tl.store(counter, at + 1)
+
+
+@jit
+def finish_greedy_kernel(
+    words, tokens, positions, history, counter, arrived, parts, lanes, steps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    lane = tl.program_id(0)
+    nl.wait(PDL)
+    nl.ready(PDL)
+    position = tl.load(positions + lane)
+    at = tl.load(counter)
+    chosen = position * 0 - 1
+    if position >= 0:
+        word = largest_word(words, lane.to(tl.int64), parts, BLOCK)
+        if is_finite(word):
+            chosen = id_of(word)
+        tl.store(tokens + lane, tl.maximum(chosen, 0))
+        tl.store(positions + lane, position + 1)
+    tl.store(history + at % steps * lanes + lane, chosen)
+    # every thread has read the counter before the last program to arrive counts on
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == lanes - 1:
+        tl.store(arrived, 0)
+        tl.store(counter, at + 1)
 
 
 def advance(
@@ -50,4 +78,22 @@ def advance(
     advance_kernel[(1,)](
         index, value, tokens, positions, history, counter, lanes, len(history),
         LANES=nl.next_power_of_2(lanes), num_warps=1, **nl.launch(pdl),
+    )  # fmt: skip
+
+
+def finish_greedy(
+    parts: Parts, tokens: Tensor, positions: Tensor, history: Tensor, counter: Tensor, *, pdl: bool = False
+) -> None:
+    """The largest logit of every lane, and `advance` by it, in one launch.
+
+    Args:
+        parts: of `head.logits_parts`, a row a lane; the other arguments are those of `advance`.
+    """
+    lanes, count = parts.words.shape
+    if tokens.device not in _arrived:
+        _arrived[tokens.device] = torch.zeros(1, dtype=torch.int32, device=tokens.device)
+    block = nl.next_power_of_2(count)
+    finish_greedy_kernel[(lanes,)](
+        parts.words, tokens, positions, history, counter, _arrived[tokens.device], count, lanes, len(history),
+        BLOCK=block, num_warps=1 if block <= 128 else 8, **nl.launch(pdl),
     )  # fmt: skip

@@ -75,11 +75,14 @@ class DeviceTransformer:
         )
         h = self.program.hidden(call)
         logits, index, value = self._results(len(h))
+        turn = (state.tokens, state.positions, history, state.counter)
+        if not sampled:
+            step.finish_greedy(self.program.logits_parts(h, logits, limit, pdl=True), *turn, pdl=True)
+            return
         self.program.logits(h, logits, limit, index, value, pdl=True)
-        if sampled:
-            settings = sampling.Settings(state.temperature, state.top_k, state.top_p, state.seed)
-            sampling.sample(logits, limit, settings, state.positions, index)
-        step.advance(index, value, state.tokens, state.positions, history, state.counter, pdl=not sampled)
+        settings = sampling.Settings(state.temperature, state.top_k, state.top_p, state.seed)
+        sampling.sample(logits, limit, settings, state.positions, index, pdl=True)
+        step.advance(index, value, *turn, pdl=True)
 
     def forward(self, rows: Rows, storage: PageStorage) -> Tensor:
         """Evaluate rows; see `numem.runtime.engine.Decoder`. Logits come back on the CPU."""
