@@ -11,6 +11,7 @@ from benchmarks.shapes import TITLES, bytes_per_token, kv_bytes
 
 STEPS = 64
 CONTEXTS = {1: 512, 32: 2048}
+LARGE = ("8b", "30b")  # shapes that are measured in bfloat16 alone
 MANY_ONLY = "8b"  # the shape that is measured with many lanes
 
 
@@ -27,7 +28,7 @@ def run(bench: Bench, ceilings: Ceilings) -> None:
                 continue
             ours = {}
             for form in bench.args.formats.split(","):
-                if form != "bf16" and (shape == "8b" or lanes > 1):
+                if form != "bf16" and (shape in LARGE or lanes > 1):
                     continue
                 name = f"{TITLES[shape]} {form}, {lanes} lanes"
                 ours[form] = bench.attempt(
@@ -49,7 +50,7 @@ def _ours(bench: Bench, ceilings: Ceilings, name: str, shape: str, form: str, la
     made.fill()
     stat = Stat.of([us / steps for us in wall(lambda: made.decode(context, steps), bench.size(12, 1), warm=2)])
     kernels = _kernels(bench, made, context)
-    weights = bytes_per_token(made.weights)
+    weights = bytes_per_token(made.descriptor, made.weights)
     kv = lanes * kv_bytes(made.descriptor, context + steps // 2)
     floor_us = (weights + kv) / ceilings.copy / 1e3
     bench.add(

@@ -1,18 +1,18 @@
-"""The shapes of three real models with random weights, made on the device: speed depends on the shape alone.
+"""The shapes of real models with random weights, made on the device: speed depends on the shape alone.
 
 Weights are normal with variance 1 / fan-in, norms the identity, so that activations stay of order one.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from numem.kernels.cuda.matrix import BLOCK, STEP, Matrix
+from numem.kernels.cuda.matrix import BLOCK, STEP, Matrix, Stack
 from numem.models.architecture.descriptor import FULL, SLIDING, Descriptor
 from numem.models.architecture.reading import read_descriptor
-from numem.models.forward import Feed, LayerWeights, ModelWeights, NormWeights
+from numem.models.forward import Experts, Feed, LayerWeights, ModelWeights, NormWeights
 
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -46,9 +46,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         },
     },
+    "30b": {  # Qwen3 30B A3B, a mixture of experts
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "max_position_embeddings": 40960, "vocab_size": 151936, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False, "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
 }  # fmt: skip
 
-TITLES = {"270m": "Gemma-3-270M shape", "0.6b": "Qwen3-0.6B shape", "8b": "Llama-3.1-8B shape"}
+TITLES = {
+    "270m": "Gemma-3-270M shape",
+    "0.6b": "Qwen3-0.6B shape",
+    "8b": "Llama-3.1-8B shape",
+    "30b": "Qwen3-30B-A3B shape",
+}
 
 
 def config_of(shape: str, *, dry: bool = False) -> dict[str, Any]:
@@ -59,6 +73,8 @@ def config_of(shape: str, *, dry: bool = False) -> dict[str, Any]:
             "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256, "head_dim": 32,
             "num_attention_heads": 4, "num_key_value_heads": 1 if shape == "270m" else 2,
         }  # fmt: skip
+        if "num_experts" in config:
+            config |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         if "layer_types" in config:
             config |= {"layer_types": config["layer_types"][4:6], "sliding_window": 32, "query_pre_attn_scalar": 32}
     return config
@@ -72,7 +88,7 @@ def descriptor_of(config: dict[str, Any]) -> Descriptor:
     each = [
         *norms,
         *(f"self_attn.{p}_proj" for p in "qkvo"),
-        *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+        *_feed_names(config),
         *(["self_attn.q_norm", "self_attn.k_norm"] if config["model_type"] != "llama" else []),
     ]
     names = {f"model.layers.{i}.{part}.weight" for i in range(config["num_hidden_layers"]) for part in each}
@@ -80,6 +96,13 @@ def descriptor_of(config: dict[str, Any]) -> Descriptor:
     if not config["tie_word_embeddings"]:
         names.add("lm_head.weight")
     return read_descriptor(config, names)
+
+
+def _feed_names(config: dict[str, Any]) -> list[str]:
+    parts = ("gate", "up", "down")
+    if "num_experts" not in config:
+        return [f"mlp.{p}_proj" for p in parts]
+    return ["mlp.gate", *(f"mlp.experts.{e}.{p}_proj" for e in range(config["num_experts"]) for p in parts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +145,16 @@ def weights_of(d: Descriptor, make: Random, max_position: int) -> ModelWeights:
     def norm(width: int = d.hidden) -> NormWeights:
         return NormWeights(make.norm(width, d.norm.offset), None)
 
+    def feed() -> Feed | Experts:
+        if d.moe is None:
+            return Feed(make.matrix(2 * d.inter, d.hidden), make.matrix(d.hidden, d.inter))
+        router = torch.empty((d.moe.experts, d.hidden), device=make.device).normal_(std=d.hidden**-0.5)
+        stacks = [
+            Stack(make.matrix(d.moe.experts * n, k), d.moe.experts)
+            for n, k in ((2 * d.moe.inter, d.hidden), (d.hidden, d.moe.inter))
+        ]
+        return Experts(cast(Any, Matrix.dense(router)), *cast(Any, stacks))
+
     def layer() -> LayerWeights:
         head = make.norm(d.head_dim, d.norm.offset) if d.qk_norm else None
         return LayerWeights(
@@ -130,7 +163,7 @@ def weights_of(d: Descriptor, make: Random, max_position: int) -> ModelWeights:
             q_norm=head,
             k_norm=head,
             attn_out=make.matrix(d.hidden, q),
-            feed=Feed(make.matrix(2 * d.inter, d.hidden), make.matrix(d.hidden, d.inter)),
+            feed=feed(),
         )
 
     embed = make.matrix(d.vocab, d.hidden)
@@ -146,9 +179,18 @@ def weights_of(d: Descriptor, make: Random, max_position: int) -> ModelWeights:
     )
 
 
-def bytes_per_token(weights: Any) -> int:
-    """Bytes of weights that one token reads: every matrix once, of an embedding that is not the head one row."""
-    layers = sum(m.nbytes for one in weights.layers for m in (one.qkv, one.attn_out, one.feed.up, one.feed.down))
+def bytes_per_token(d: Descriptor, weights: Any) -> int:
+    """Bytes of weights that one token reads: every matrix once, of a mixture the share that a token uses, of an embedding
+    that is not the head one row."""
+
+    def feed(one: Any) -> int:
+        if isinstance(one, Experts):
+            assert d.moe is not None
+            stacks = sum(cast(Stack, stack).matrix.nbytes for stack in (one.gate_up, one.down))
+            return cast(Matrix, one.router).nbytes + stacks * d.moe.top_k // d.moe.experts
+        return int(one.up.nbytes + one.down.nbytes)
+
+    layers = sum(one.qkv.nbytes + one.attn_out.nbytes + feed(one.feed) for one in weights.layers)
     return int(layers + weights.head.nbytes)
 
 

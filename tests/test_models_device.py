@@ -143,6 +143,8 @@ def test_models_that_are_not_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch, model
     assert gpu_refuses(d) == ""
     assert "the CPU alone" in gpu_refuses(replace(d, causal=False))
     assert "norm layer" in gpu_refuses(replace(d, norm=replace(d.norm, kind="layer")))
+    assert "more than 31 query heads" in gpu_refuses(replace(d, heads=32 * d.kv_heads))
+    assert "float32" in gpu_refuses(d, "float32")
     assert "after_attn" in gpu_refuses(replace(d, norms=("after_attn", "after_ffn")))
     FakeCuda(H200).install(monkeypatch)
     with pytest.raises(UnsupportedModelError, match="'cuda': the layers .*; use device='cpu'"):

@@ -9,8 +9,8 @@ import torch
 
 from numem import load_lm
 from numem.kernels.linear import PackedLinear
+from numem.kernels.mixture import Mixture, route
 from numem.kernels.program import Buffers, Call
-from numem.models.mixture import Expert, Mixture, route
 from tests.model_fixtures import tiny_model
 
 HIDDEN, INTER, EXPERTS = 48, 40, 6
@@ -51,11 +51,8 @@ class Block:
         self.router = random(EXPERTS, HIDDEN, seed=2)
         self.gate_up = [random(2 * INTER, HIDDEN, seed=10 + e) * 0.2 for e in range(EXPERTS)]
         self.down = [random(HIDDEN, INTER, seed=20 + e) * 0.2 for e in range(EXPERTS)]
-        experts = tuple(
-            Expert(PackedLinear(gate_up), PackedLinear(down))
-            for gate_up, down in zip(self.gate_up, self.down, strict=True)
-        )
-        self.op = Mixture(PackedLinear(self.router), experts, 2, norm_topk, "silu", self.x, self.out)
+        gate_up, down = [PackedLinear(each) for each in self.gate_up], [PackedLinear(each) for each in self.down]
+        self.op = Mixture(PackedLinear(self.router), gate_up, down, 2, norm_topk, "silu", self.x, self.out)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         nothing = torch.empty(0)

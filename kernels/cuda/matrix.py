@@ -4,6 +4,7 @@ Packed: rows of int32 words of consecutive codes, the first in the lowest bits, 
 a thread loads are neighbouring weights, and unpacking needs no exchange between threads. A weight is DT((code - zero) * scale (+ min)) by block of 32.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,3 +113,37 @@ class Matrix:
         else:
             values = values * self.scales[..., None].float()
         return values.view(n, -1)[:, : self.in_features].to(self.dtype).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Matrices [n, k] of one form, their rows one after another in `matrix` [count * n, k].
+
+    A kernel finds each by its number.
+    """
+
+    matrix: Matrix
+    count: int
+
+    @classmethod
+    def of(cls, matrices: Sequence[Matrix]) -> "Stack":
+        """Of matrices without biases, copied; as the dense weights that they stand for where their forms differ."""
+        first = matrices[0]
+        n, k = first.out_features, first.in_features
+        for each in matrices:
+            if (each.out_features, each.in_features) != (n, k) or each.bias is not None:
+                found = (each.out_features, each.in_features)
+                raise InputError(f"stack: a matrix {found} beside {(n, k)}, or one with a bias")
+        forms = {(each.bits, each.zero, each.dtype, each.mins is not None) for each in matrices}
+        if len(forms) > 1:
+            weight = torch.cat([each.reference() for each in matrices])
+            return cls(Matrix.dense(weight), len(matrices))
+
+        def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+            return None if parts[0] is None else torch.cat([p for p in parts if p is not None])
+
+        weights = joined([each.weights for each in matrices])
+        assert weights is not None
+        scales, mins = joined([each.scales for each in matrices]), joined([each.mins for each in matrices])
+        rows = len(matrices) * n
+        return cls(Matrix(rows, k, weights, first.bits, first.dtype, None, scales, mins, first.zero), len(matrices))

@@ -1,4 +1,4 @@
-"""Mixture of experts: the operation of `numem.models.mixture` on a device.
+"""Mixture of experts: the operation of `numem.kernels.mixture` on a device.
 
     route      p = softmax of a float32 router, one program a row; the top_k largest, equals by lowest id; their weights
     up, down   rows of the chosen experts: a slot is a row with one of its experts
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from numem.errors import InputError
 from numem.kernels.cuda import language as nl
-from numem.kernels.cuda import walk
+from numem.kernels.cuda import segments, walk
 from numem.kernels.cuda.language import jit
-from numem.kernels.cuda.matrix import Matrix
+from numem.kernels.cuda.matrix import Matrix, Stack
 
-FEW = 16  # rows whose slots go by themselves
+FEW = segments.FEW  # rows whose slots go by themselves
 BLOCK = 128  # columns of the router at a time
 
 
@@ -154,11 +154,10 @@ def combine_kernel(outer, weights, y, K, TOP: tl.constexpr, BLOCK: tl.constexpr,
 def mixture(
     h: Tensor,
     router: Tensor,
-    gate_up: Matrix,
-    down: Matrix,
+    gate_up: Stack,
+    down: Stack,
     y: Tensor,
     *,
-    experts: int,
     top_k: int,
     norm_topk: bool,
     act: str,
@@ -171,24 +170,21 @@ def mixture(
 
     Args:
         router: float32 [experts, K].
-        gate_up: [experts * 2 F, K], gate before up of one expert after another; down: [experts * K, F]. No biases.
+        gate_up: matrices [2 F, K] of the experts, gate before up; down: [K, F].
         act: of `nl.ACTIVATIONS`.
         scratch: for at least M rows of this top_k.
     """
     rows, hidden = h.shape
-    inner = down.in_features
+    experts, inner = gate_up.count, down.matrix.in_features
     if router.shape != (experts, hidden) or router.dtype is not torch.float32 or not 0 < top_k <= experts:
         raise InputError(
             f"mixture: router {tuple(router.shape)} {router.dtype} must be float32 {(experts, hidden)} and top_k "
             f"{top_k} in [1, {experts}]"
         )
-    for name, matrix, shape in (
-        ("gate_up", gate_up, (experts * 2 * inner, hidden)),
-        ("down", down, (experts * hidden, inner)),
-    ):
-        if (matrix.out_features, matrix.in_features) != shape or matrix.bias is not None:
-            found = (matrix.out_features, matrix.in_features)
-            raise InputError(f"mixture: {name} {found} must be {shape}, the experts one after another, without a bias")
+    for name, stack, shape in (("gate_up", gate_up, (2 * inner, hidden)), ("down", down, (hidden, inner))):
+        found = (stack.matrix.out_features // stack.count, stack.matrix.in_features)
+        if found != shape or stack.count != experts or stack.matrix.bias is not None:
+            raise InputError(f"mixture: {name} {stack.count} x {found} must be {experts} x {shape}, without a bias")
     if scratch.ids.shape[1:] != (top_k,) or len(scratch.ids) < rows or y.shape != h.shape:
         raise InputError(f"mixture: scratch of {tuple(scratch.ids.shape)} or y {tuple(y.shape)} for {rows} rows")
     ids, weights = scratch.ids[:rows], scratch.weights[:rows]
@@ -198,8 +194,8 @@ def mixture(
         **nl.EXACT, **nl.launch(pdl),
     )  # fmt: skip
     plan = None if rows <= FEW else sorted_slots(ids, experts)
-    _experts(gate_up, h, ids, plan, scratch.inner, inner, experts, top_k, act, pdl)
-    _experts(down, scratch.inner, ids, plan, scratch.outer, hidden, experts, 1, None, pdl)
+    _experts(gate_up.matrix, h, ids, plan, scratch.inner, inner, experts, top_k, act, pdl)
+    _experts(down.matrix, scratch.inner, ids, plan, scratch.outer, hidden, experts, 1, None, pdl)
     block = min(1024, nl.next_power_of_2(hidden))
     combine_kernel[(rows, nl.cdiv(hidden, block))](
         scratch.outer, weights, y, hidden, TOP=top_k, BLOCK=block, DT=nl.TYPES[y.dtype], num_warps=4,
@@ -215,7 +211,7 @@ def sorted_slots(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def reference(
-    h: Tensor, router: Tensor, gate_up: Matrix, down: Matrix, *, experts: int, top_k: int, norm_topk: bool, act: str
+    h: Tensor, router: Tensor, gate_up: Stack, down: Stack, *, top_k: int, norm_topk: bool, act: str
 ) -> Tensor:
     """y DT [M, K] by torch, products in float64."""
     activate = torch.nn.functional.silu if act == "silu" else torch.nn.functional.gelu
@@ -225,8 +221,9 @@ def reference(
     if norm_topk:
         top = top / top.sum(1, keepdim=True)
     y = torch.zeros(h.shape, device=h.device)
-    wide, tall = gate_up.reference().view(experts, -1, h.shape[1]), down.reference().view(experts, h.shape[1], -1)
-    for expert in range(experts):
+    wide = gate_up.matrix.reference().view(gate_up.count, -1, h.shape[1])
+    tall = down.matrix.reference().view(down.count, h.shape[1], -1)
+    for expert in range(gate_up.count):
         rows, place = (ids == expert).nonzero(as_tuple=True)
         gate, up = (h[rows].double() @ wide[expert].double().T).to(h.dtype).float().chunk(2, 1)
         inner = (activate(gate) * up).to(h.dtype)

@@ -6,23 +6,25 @@ writes the other, as its programs all read what one of them writes. A layer of f
     [join + norm +] queries, keys, values      q/k norm, rotation, page write, attention      output of attention
     [join + norm +] gate, up, activation       down
 
-where the join of a launch adds what the last product of the block before it gave. For many rows norms and activation
+where a mixture of experts takes five for the last two: join and norm, router, gate and up, down, combination. And
+the join of a launch adds what the last product of the block before it gave. For many rows norms and activation
 are launches of their own; the bits are the same.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from numem.errors import UnsupportedModelError
 from numem.kernels import operations as op
-from numem.kernels.cuda import attention, attention_prefill, embed, gate, head, linear, norm, rotary, segments
+from numem.kernels.cuda import attention, attention_prefill, embed, gate, head, linear, mixture, norm, rotary, segments
 from numem.kernels.cuda import language as nl
-from numem.kernels.cuda.matrix import Matrix
+from numem.kernels.cuda.matrix import Matrix, Stack
 from numem.kernels.cuda.rotary import HeadNorms
+from numem.kernels.mixture import Mixture
 from numem.kernels.program import Op, Program
 
 FUSED_ROWS = 4  # up to so many rows a product computes the norm before it, in each of its programs
@@ -76,6 +78,20 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixed:
+    """y = a mixture of experts of norm(x)."""
+
+    router: Tensor
+    gate_up: Stack
+    down: Stack
+    top_k: int
+    norm_topk: bool
+    act: str
+    norm: NormOf
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """att = attention of qkv, whose keys and values are written first; `last`: only wanted rows go on from here."""
 
@@ -93,7 +109,7 @@ class Ending:
     turn: Turn
 
 
-Launch = Embedding | Normed | Product | Attention | Ending
+Launch = Embedding | Normed | Product | Mixed | Attention | Ending
 
 
 class _Lowering:
@@ -127,6 +143,8 @@ class _Lowering:
             self._take_norm(each)
         elif isinstance(each, op.Matmul):
             return self._take_product(each, after)
+        elif isinstance(each, Mixture):
+            self._take_mixture(each)
         elif isinstance(each, op.RopeWrite):
             self.rope = each
         elif isinstance(each, op.Attend):
@@ -164,6 +182,16 @@ class _Lowering:
         self.out.append(Normed(matrix, self._norm_of("a product"), self._joined(), out, act))
         self.norm = None
         return 2 if gates else 1
+
+    def _take_mixture(self, each: Mixture) -> None:
+        stacks = each.gate_up, each.down
+        if not all(isinstance(stack, Stack) for stack in stacks):
+            raise UnsupportedModelError("device: the experts of a mixture do not lie on a device")
+        gate_up, down = cast(tuple[Stack, Stack], stacks)
+        router = _matrix(each.router).weights
+        norm = self._norm_of("a mixture of experts")
+        self.out.append(Mixed(router, gate_up, down, each.top_k, each.norm_topk, each.act, norm, self._joined()))
+        self.norm, self.pending = None, True
 
     def _norm_of(self, what: str) -> NormOf:
         if self.norm is None:
@@ -257,6 +285,7 @@ class DeviceProgram:
         self._widths = self._measure()
         self._buffers: dict[int, Buffers] = {}
         self._scratches: dict[tuple[int, int], attention.Scratch] = {}
+        self._slots: dict[int, mixture.Scratch] = {}
 
     def buffers(self, rows: int, decode: bool) -> Buffers:
         """Buffers of at least so many rows. Those of decoding stay for good: graphs hold their addresses."""
@@ -288,6 +317,8 @@ class DeviceProgram:
                 self._normed(each, buffers, rows, call)
             elif isinstance(each, Product):
                 linear.linear(buffers.of(each.source, rows), each.matrix, buffers.y[:rows], pdl=call.pdl)
+            elif isinstance(each, Mixed):
+                self._mixed(each, buffers, rows, call)
             elif isinstance(each, Attention):
                 rows = self._attention(each, buffers, rows, call)
                 if not rows:
@@ -329,6 +360,14 @@ class DeviceProgram:
             both = buffers.of("gate_up", rows)
             linear.linear(h, matrix, both, pdl=call.pdl)
             gate.gate(both, out, each.act, pdl=call.pdl)
+
+    def _mixed(self, each: Mixed, buffers: Buffers, rows: int, call: DeviceCall) -> None:
+        self._join(each.norm, each.turn, buffers, rows, call.pdl)
+        mixture.mixture(
+            buffers.h[:rows], each.router, each.gate_up, each.down, buffers.y[:rows],
+            top_k=each.top_k, norm_topk=each.norm_topk, act=each.act,
+            scratch=self._slots_of(each, buffers.rows if call.decode else rows, call.decode), pdl=call.pdl,
+        )  # fmt: skip
 
     def _join(self, normed: NormOf, turn: Turn, buffers: Buffers, rows: int, pdl: bool) -> None:
         norm.add_norm(
@@ -379,6 +418,18 @@ class DeviceProgram:
             a = self.shape
             self._scratches[key] = attention.Scratch.of(key[0], a.heads, a.head_dim, key[1], self.device)
         return self._scratches[key]
+
+    def _slots_of(self, each: Mixed, rows: int, decode: bool) -> mixture.Scratch:
+        """Working memory of a mixture; every layer of a model has one shape."""
+        key = rows if decode else 0
+        found = self._slots.get(key)
+        if found is None or len(found.ids) < rows:
+            matrix = each.down.matrix
+            hidden = matrix.out_features // each.down.count
+            found = self._slots[key] = mixture.Scratch.of(
+                rows, each.top_k, matrix.in_features, hidden, self.dtype, self.device
+            )
+        return found
 
     def _measure(self) -> dict[str, int]:
         """Columns of the buffers."""

@@ -17,14 +17,13 @@ from numem.errors import ModelError
 from numem.identity.chain import PAGE_TOKENS
 from numem.identity.digest import blake3_of
 from numem.identity.fingerprint import NumericPolicy
-from numem.kernels.cuda.matrix import STEP, Matrix
+from numem.kernels.cuda.matrix import STEP, Matrix, Stack
 from numem.kernels.cuda.selftest import POLICY, Inputs, require_equal
 from numem.kernels.formats import FORMATS
 from numem.kernels.operations import Linear
 from numem.models.architecture.descriptor import FULL, SLIDING, Descriptor
 from numem.models.device_transformer import DeviceTransformer
 from numem.models.forward import Experts, Feed, LayerWeights, ModelWeights, NormWeights
-from numem.models.mixture import Expert
 from numem.models.numerics import position_tables
 from numem.runtime.engine import Rows
 from numem.runtime.paging.pages import DTYPES, PageStorage
@@ -100,8 +99,13 @@ def seeded(d: Descriptor, inputs: Inputs, kind: str, positions: int) -> ModelWei
     experts = None
     if d.moe is not None:
         router = cast(Linear, Matrix.dense(inputs.values(d.moe.experts, d.hidden).mul_(0.125)))
-        each = [Expert(matrix(2 * d.moe.inter, d.hidden), matrix(d.hidden, d.moe.inter)) for _ in range(d.moe.experts)]
-        experts = Experts(router, tuple(each))
+
+        def stack(n: int, k: int) -> Sequence[Linear]:
+            assert d.moe is not None
+            whole = cast(Matrix, matrix(d.moe.experts * n, k))
+            return cast(Sequence[Linear], Stack(whole, d.moe.experts))
+
+        experts = Experts(router, stack(2 * d.moe.inter, d.hidden), stack(d.hidden, d.moe.inter))
     layers = tuple(
         LayerWeights(
             {place: NormWeights(norm(d.hidden), None) for place in d.norms},

@@ -12,6 +12,7 @@ from numem.kernels.cuda import attention_prefill, sampling, step
 from numem.kernels.cuda.language import TILE_KEYS
 from numem.kernels.cuda.program import DeviceCall, DeviceProgram
 from numem.models.architecture.descriptor import SLIDING, Descriptor
+from numem.models.devices import gpu_refuses
 from numem.models.forward import ModelWeights, emit
 from numem.runtime.device.graph import DecodeGraphs
 from numem.runtime.device.state import LaneState, settings_of
@@ -43,12 +44,9 @@ class DeviceTransformer:
         self, descriptor: Descriptor, weights: ModelWeights, *, dtype: str, max_position: int, device: torch.device
     ) -> None:
         d = self.descriptor = descriptor
-        if not (d.causal and d.has_head):
-            raise UnsupportedModelError(f"{d.family}: only decoders run on a GPU; load it with device='cpu'")
-        if device.type == "cuda" and dtype != "bfloat16":
-            raise UnsupportedModelError(f"dtype {dtype} is not run on a GPU; use dtype='bfloat16', or device='cpu'")
-        if d.heads // d.kv_heads > 16:
-            raise UnsupportedModelError(f"{d.family}: more than 16 query heads a key head; load it with device='cpu'")
+        # the interpreter multiplies float32 alone as it should
+        if refused := gpu_refuses(d, "bfloat16" if device.type == "cpu" else dtype):
+            raise UnsupportedModelError(f"{refused}; load it with device='cpu'")
         self.dtype, self.device, self.max_position, self.weights = dtype, device, max_position, weights
         self.heads, self.kv_heads, self.head_dim, self.vocab = d.heads, d.kv_heads, d.head_dim, d.vocab
         windows = [d.window if kind == SLIDING else 0 for kind in d.layer_kinds]
@@ -104,7 +102,7 @@ class DeviceTransformer:
                 return torch.empty((0, self.vocab))
             if rows.out is not None:
                 return rows.out.copy_(logits)
-            return logits.cpu()
+            return logits.to("cpu", copy=True)
 
     def choose(
         self, samplers: Sequence[tuple[Sampler, int]], limit: int, rows: Sequence[int] | None = None

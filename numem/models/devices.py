@@ -25,6 +25,9 @@ CPU = torch.device("cpu")
 OLDEST = (8, 0)
 """Compute capability from which on GPUs multiply bfloat16."""
 
+MOST_GROUP = 31
+"""Query heads of a key head that attention of a decode step takes."""
+
 _CUDA = re.compile(r"cuda(?::(\d{1,3}))?")
 
 
@@ -127,10 +130,14 @@ def device_names(name: str) -> tuple[str, ...]:
     return names
 
 
-def gpu_refuses(d: Descriptor) -> str:
-    """Why a model is not run on a GPU, empty where it is."""
+def gpu_refuses(d: Descriptor, dtype: str = "bfloat16") -> str:
+    """Why a model in a dtype is not run on a GPU, empty where it is."""
     if not d.causal:
         return f"{d.family} with rows that see what follows them is run on the CPU alone"
+    if dtype != "bfloat16":
+        return f"{dtype} is run on the CPU alone; on a GPU use dtype='bfloat16'"
+    if d.heads // d.kv_heads > MOST_GROUP:
+        return f"{d.family} with more than {MOST_GROUP} query heads a key head is run on the CPU alone"
     if d.norm.kind != "rms" or not d.gated or d.positions != "rope" or not {"input", "pre_ffn"} <= set(d.norms):
         return f"the layers of {d.family} (norm {d.norm.kind}, {', '.join(d.norms)}) are run on the CPU alone"
     return ""

@@ -9,16 +9,17 @@ A block adds a branch to the residual stream x; which norms stand where is the d
 Activations are float32; a bfloat16 matrix rounds the rows that enter it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from numem.kernels import operations as op
 from numem.kernels.joined import joined
+from numem.kernels.mixture import Mixture
 from numem.kernels.operations import Linear
 from numem.kernels.program import Buffers, Op, Part, Program
 from numem.models.architecture.descriptor import FULL, SLIDING, Descriptor, Moe
-from numem.models.mixture import Expert, Mixture
 from numem.models.weights.loader import Weights
 
 # The vector that serves at each place that a descriptor's `norms` may name.
@@ -62,10 +63,11 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture: the router and the experts by id."""
+    """A mixture: the router and the matrices of the experts by id, gate and up stacked."""
 
     router: Linear
-    experts: tuple[Expert, ...]
+    gate_up: Sequence[Linear]
+    down: Sequence[Linear]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,7 @@ class _Emission:
         if isinstance(feed, Experts):
             assert d.moe is not None
             self.ops.append(
-                Mixture(feed.router, feed.experts, d.moe.top_k, d.moe.norm_topk, d.act, source, self.branch)
+                Mixture(feed.router, feed.gate_up, feed.down, d.moe.top_k, d.moe.norm_topk, d.act, source, self.branch)
             )
             self._join(post, "mlp-out", index)
         else:
@@ -251,15 +253,11 @@ def _feed(d: Descriptor, weights: Weights, index: int) -> Feed:
 
 
 def _experts(moe: Moe, weights: Weights, index: int) -> Experts:
-    router = weights.linear(("moe_router",), index)
-    experts = [
-        Expert(
-            weights.linear(("expert_gate", "expert_up"), index, expert),
-            weights.linear(("expert_down",), index, expert),
-        )
-        for expert in range(moe.experts)
-    ]
-    return Experts(router, tuple(experts))
+    return Experts(
+        weights.linear(("moe_router",), index),
+        weights.stack(("expert_gate", "expert_up"), index, moe.experts),
+        weights.stack(("expert_down",), index, moe.experts),
+    )
 
 
 def _tables(weights: Weights, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

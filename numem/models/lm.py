@@ -252,8 +252,9 @@ def load_lm(
     limit = min(descriptor.position_limit, 8192) if max_position is None else max_position
     if not 0 < limit <= descriptor.max_pos:
         raise InputError(f"max_position {limit} lies outside [1, {descriptor.max_pos}], the model's own range")
+    there = dtype or "bfloat16"
     place = resolve_device(
-        device, needs=_needs(descriptor, dtype or "bfloat16", quantise, limit), refused=gpu_refuses(descriptor)
+        device, needs=_needs(descriptor, there, quantise, limit), refused=gpu_refuses(descriptor, there)
     )
     dtype = dtype or ("float32" if place.type == "cpu" else "bfloat16")
     if place.type == "cpu":

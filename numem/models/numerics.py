@@ -8,10 +8,10 @@ from blake3 import blake3
 
 from numem.identity.digest import blake3_of
 from numem.identity.fingerprint import NumericPolicy
+from numem.kernels.mixture import route
 from numem.kernels.policy import policy_name
 from numem.kernels.selftest import Shapes, self_test
 from numem.models.architecture.descriptor import Descriptor, Moe
-from numem.models.mixture import route
 
 # Positions whose tables are compared; a longer context changes none of these.
 _POSITIONS = 8192

@@ -40,7 +40,7 @@ def _kv(engine: Engine, pages: np.ndarray, n: int) -> np.ndarray:
     return np.asarray(rows.contiguous().view(torch.uint8).numpy()).copy()
 
 
-@pytest.mark.parametrize("shape", ["8b", "0.6b", "270m"])
+@pytest.mark.parametrize("shape", ["8b", "0.6b", "270m", "30b"])
 @pytest.mark.parametrize("form", ["bf16", "q8", "q4"])
 def test_every_way_gives_the_same_bytes(shape: str, form: str, device: torch.device, big: bool) -> None:
     """Whole, in pieces, decoded one by one, decoded ahead, among other lanes, on other pages, copied out and in."""

@@ -1,5 +1,6 @@
 """The numeric policy of a GPU: its self-test passes, repeats, tells arithmetic apart, and notices rows that depend."""
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from numem.errors import ModelError
 from numem.kernels.cuda import segments
 from numem.kernels.cuda.selftest import POLICY, Inputs, require_equal
 from numem.models import device_numerics
-from numem.models.architecture.descriptor import Bias, Descriptor, Norm
+from numem.models.architecture.descriptor import Bias, Descriptor, Moe, Norm
 from numem.models.architecture.rope import Rope
 from numem.models.device_numerics import device_policy, shrunk
 
@@ -43,6 +44,9 @@ GEMMA = replace(
     rope_local=Rope("default", 10000.0, 32),
     act="gelu_tanh",
     embed_scale=8.0,
+)
+MIXED = replace(
+    PLAIN, family="qwen3_moe", moe=Moe(experts=5, top_k=2, inter=32, norm_topk=True, layers=(False, True, True))
 )
 LLAMA_8B = replace(
     PLAIN, hidden=4096, heads=32, kv_heads=8, head_dim=128, inter=14336, vocab=128256, attn_scale=128**-0.5,
@@ -82,9 +86,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def test_rows_stand_alone(device: torch.device, dtypes: list[torch.dtype], length: int, big: bool) -> None:
-    """Past a tile of keys, through a window, with every norm."""
-    d = GEMMA if big else replace(GEMMA, layer_kinds=("sliding",) * 3)
-    for dtype in dtypes:
+    """Past a tile of keys, through a window, with every norm; a mixture of experts beside a plain layer."""
+    gemma = GEMMA if big else replace(GEMMA, layer_kinds=("sliding",) * 3)
+    for d, dtype in itertools.product((gemma, MIXED), dtypes):
         policy = device_policy(d, name_of(dtype), device, length=length)
         assert policy.name == POLICY == "cuda-mma-v1" and len(policy.self_test) == 32
 
@@ -164,6 +168,7 @@ def test_bytes_are_compared_not_values() -> None:
 
 def test_one_layer_of_each_kind(device: torch.device) -> None:
     assert shrunk(PLAIN).layers == 1 and shrunk(GEMMA).layer_kinds == ("full", "sliding")
+    assert shrunk(MIXED).moe == replace(MIXED.moe or Moe(0, 0, 0, False, ()), layers=(False, True))
     assert shrunk(LLAMA_8B).vocab == device_numerics.VOCAB
 
 

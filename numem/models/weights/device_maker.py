@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from numem.kernels import formats
-from numem.kernels.cuda.matrix import STEP, Matrix
+from numem.kernels.cuda.matrix import STEP, Matrix, Stack
 from numem.kernels.operations import Linear
 
 _SLAB = 32 << 20  # weights that are on their way at a time
@@ -60,6 +60,10 @@ class DeviceMaker:
                 n, k, words, f.code, self.dtype, self._bias(bias), scales, mins[0] if mins else None, f.zero
             )
         )  # fmt: skip
+
+    def stack(self, matrices: Sequence[Linear]) -> Sequence[Linear]:
+        """One matrix; dense where formats differ."""
+        return cast(Sequence[Linear], Stack.of(cast(Sequence[Matrix], matrices)))
 
     def vector(self, values: Tensor) -> Tensor:
         return values.to(self.device)

@@ -107,6 +107,10 @@ class Weights:
             self.checkpoint.release(source.name)
         return made
 
+    def stack(self, roles: tuple[str, ...], layer: int, count: int) -> Sequence[Linear]:
+        """`linear` of each of `count` experts, as kernels read them by number."""
+        return self._maker.stack([self.linear(roles, layer, expert) for expert in range(count)])
+
     def vector(self, role: str, layer: int = 0) -> Tensor | None:
         """A norm's weight, a bias or a table of positions as float32; None where the model lacks the role."""
         values = self._values(role, layer)

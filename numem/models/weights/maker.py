@@ -21,6 +21,9 @@ class Maker(Protocol):
     def quantised(self, format: str, n: int, k: int, planes: Planes, bias: Tensor | None) -> Linear:
         """The matrix [n, k] of what `numem.kernels.formats.quantise` gave."""
 
+    def stack(self, matrices: Sequence[Linear]) -> Sequence[Linear]:
+        """Matrices of one shape that a kernel chooses from by number."""
+
     def vector(self, values: Tensor) -> Tensor:
         """A float32 vector or table."""
 
@@ -33,6 +36,9 @@ class CpuMaker:
 
     def quantised(self, format: str, n: int, k: int, planes: Planes, bias: Tensor | None) -> Linear:
         return QuantisedLinear.of_planes(format, n, k, planes, bias)
+
+    def stack(self, matrices: Sequence[Linear]) -> Sequence[Linear]:
+        return tuple(matrices)
 
     def vector(self, values: Tensor) -> Tensor:
         return values

@@ -9,6 +9,7 @@ The router is a float32 matrix in every format: a row that flips between two exp
 in a fixed order and the matrices compute a row as if it were alone, so the bits of a row do not depend on the others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,26 +22,19 @@ from numem.kernels.program import Call, Part
 
 
 @dataclass(frozen=True, slots=True)
-class Expert:
-    """One feed-forward block: gate and up stacked, then down."""
-
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True, slots=True)
 class Mixture:
     """The operation: out = the weighted sum of the chosen experts of each row.
 
     Attributes:
         router: [experts, hidden].
-        experts: by id.
+        gate_up, down: of the experts, by id; gate and up stacked.
         act: activation of the gate.
         x, out: float32 [rows, hidden], different buffers.
     """
 
     router: Linear
-    experts: tuple[Expert, ...]
+    gate_up: Sequence[Linear]
+    down: Sequence[Linear]
     top_k: int
     norm_topk: bool
     act: str
@@ -54,9 +48,8 @@ class Mixture:
         for expert in np.unique(ids).tolist():
             rows, place = np.nonzero(ids == expert)
             at = torch.from_numpy(rows)
-            block = self.experts[expert]
-            inner = gated(block.gate_up(x[at]), act=self.act)
-            y = block.down(inner) * torch.from_numpy(weights[rows, place])[:, None]
+            inner = gated(self.gate_up[expert](x[at]), act=self.act)
+            y = self.down[expert](inner) * torch.from_numpy(weights[rows, place])[:, None]
             out[at] += y
 
 
