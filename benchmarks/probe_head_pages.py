@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from numem.kernels.cuda import head, mixture, pages, sampling, step
-from numem.kernels.cuda.matrix import Matrix
+from numem.kernels.cuda.matrix import Matrix, Stack
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -161,15 +161,16 @@ def mixtures(rate: float) -> None:
     experts, top_k, hidden, inner = 128, 8, 2048, 768
     up = Matrix.dense(torch.empty((experts * 2 * inner, hidden), dtype=BF16, device=DEVICE).normal_(std=0.02))
     down = Matrix.dense(torch.empty((experts * hidden, inner), dtype=BF16, device=DEVICE).normal_(std=0.02))
+    stacks = Stack(up, experts), Stack(down, experts)
     router = torch.randn((experts, hidden), device=DEVICE) * 0.02
     for rows, pdl in product((1, 8, 1024), (True,)):
         h = torch.randn((rows, hidden), device=DEVICE).to(BF16)
         y = torch.empty_like(h)
-        scratch = mixture.Scratch.of(rows, top_k, inner, hidden, BF16, DEVICE)
+        scratch = mixture.Scratch.of(rows, experts, top_k, inner, hidden, BF16, DEVICE)
 
         def once(h: Tensor = h, y: Tensor = y, scratch: mixture.Scratch = scratch, pdl: bool = pdl) -> None:
             mixture.mixture(
-                h, router, up, down, y, experts=experts, top_k=top_k, norm_topk=True, act="silu", scratch=scratch,
+                h, router, *stacks, y, top_k=top_k, norm_topk=True, act="silu", scratch=scratch,
                 pdl=pdl and len(h) <= mixture.FEW,
             )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Mixture of experts: the operation of `numem.kernels.mixture` on a device.
 
-    route      p = softmax of a float32 router, one program a row; the top_k largest, equals by lowest id; their weights
+    route      p = softmax of a float32 router; the top_k largest, equals by lowest id; their weights
     up, down   rows of the chosen experts: a slot is a row with one of its experts
     combine    the sum of a row's slots in order of expert ids, float32, rounded to DT
 
@@ -18,11 +18,13 @@ from torch import Tensor
 from numem.errors import InputError
 from numem.kernels.cuda import language as nl
 from numem.kernels.cuda import segments, walk
+from numem.kernels.cuda.chain import prefetch
 from numem.kernels.cuda.language import jit
 from numem.kernels.cuda.matrix import Matrix, Stack
 
 FEW = segments.FEW  # rows whose slots go by themselves
-BLOCK = 128  # columns of the router at a time
+EACH = 8  # experts whose logits a program of the router computes
+BLOCK = 512  # columns of the router at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +32,33 @@ class Scratch:
     """Working memory for up to `rows` rows.
 
     Attributes:
+        logits: float32 [rows, experts]; ended: int32 [rows], programs of a row that have ended, zero between calls.
         ids: int32 [rows, top_k], experts of a row in order of their ids; weights: float32, theirs.
         inner: DT [rows * top_k, F]; outer: DT [rows * top_k, K].
     """
 
+    logits: Tensor
+    ended: Tensor
     ids: Tensor
     weights: Tensor
     inner: Tensor
     outer: Tensor
 
     @classmethod
-    def of(cls, rows: int, top_k: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device) -> "Scratch":
+    def of(
+        cls,
+        rows: int,
+        experts: int,
+        top_k: int,
+        inner: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "Scratch":
         slots = rows * top_k
         return cls(
+            torch.empty((rows, experts), device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
             torch.empty((rows, top_k), dtype=torch.int32, device=device),
             torch.empty((rows, top_k), device=device),
             torch.empty((slots, inner), dtype=dtype, device=device),
@@ -52,25 +68,41 @@ class Scratch:
 
 @jit
 def route_kernel(
-    h, router, ids, weights, E,
-    K: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    h, router, logits, ended, ids, weights, E,
+    K: tl.constexpr, EP: tl.constexpr, TOP: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Programs of a row take EACH experts; the one that ends last chooses."""
     row = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, EP)
-    expert = e < E
+    some = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    real = some < E
+    if PDL and K >= 512:
+        prefetch(router, tl.minimum(some, E - 1), K, 512, 16)  # while the kernel before ends
     nl.wait(PDL)
     nl.ready(PDL)
-    acc = tl.zeros([EP, BLOCK], tl.float32)
+    acc = tl.zeros([EACH, BLOCK], tl.float32)
     for at in range(0, K, BLOCK):
         k = at + tl.arange(0, BLOCK)
         x = tl.load(h + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-        w = tl.load(router + e[:, None] * K + k[None, :], mask=expert[:, None] & (k < K)[None, :], other=0.0)
+        w = tl.load(router + some[:, None] * K + k[None, :], mask=real[:, None] & (k < K)[None, :], other=0.0)
         acc += w * x[None, :]
-    logit = tl.where(expert, tl.sum(acc, 1), float("-inf"))
+    tl.store(logits + row * E + some, tl.sum(acc, 1), mask=real)
+    tl.debug_barrier()
+    if tl.atomic_add(ended + row, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+        tl.debug_barrier()
+        e = tl.arange(0, EP)
+        logit = tl.load(logits + row * E + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
+        choose(logit, e, E, ids + row * TOP, weights + row * TOP, TOP, NORM, EP)
+        tl.store(ended + row, 0)
+
+
+@jit
+def choose(logit, e, E, ids, weights, TOP: tl.constexpr, NORM: tl.constexpr, EP: tl.constexpr):
+    """The TOP largest shares of a row's softmax, equals by lowest id, written in order of ids."""
     top = tl.max(logit, 0)
     p = tl.exp(logit - tl.where(top > float("-inf"), top, 0.0))  # of a row of NaN there is no largest
     p = p / tl.sum(p, 0)
-    left = tl.where(expert, p, -1.0)
+    left = tl.where(e < E, p, -1.0)
     chosen = e < 0
     total = 0.0
     for _ in tl.static_range(TOP):
@@ -86,9 +118,8 @@ def route_kernel(
         share = p / total
     for j in tl.static_range(TOP):
         next_ = tl.minimum(tl.min(tl.where(chosen, e, EP), 0), E - 1)
-        here = e == next_
-        tl.store(ids + row * TOP + j, next_)
-        tl.store(weights + row * TOP + j, tl.sum(tl.where(here, share, 0.0), 0))
+        tl.store(ids + j, next_)
+        tl.store(weights + j, tl.sum(tl.where(e == next_, share, 0.0), 0))
         chosen = chosen & (e != next_)
 
 
@@ -185,12 +216,13 @@ def mixture(
         found = (stack.matrix.out_features // stack.count, stack.matrix.in_features)
         if found != shape or stack.count != experts or stack.matrix.bias is not None:
             raise InputError(f"mixture: {name} {stack.count} x {found} must be {experts} x {shape}, without a bias")
-    if scratch.ids.shape[1:] != (top_k,) or len(scratch.ids) < rows or y.shape != h.shape:
+    shapes = scratch.ids.shape[1:], scratch.logits.shape[1:]
+    if shapes != ((top_k,), (experts,)) or len(scratch.ids) < rows or y.shape != h.shape:
         raise InputError(f"mixture: scratch of {tuple(scratch.ids.shape)} or y {tuple(y.shape)} for {rows} rows")
     ids, weights = scratch.ids[:rows], scratch.weights[:rows]
-    route_kernel[(rows,)](
-        h, router, ids, weights, experts,
-        K=hidden, EP=nl.next_power_of_2(experts), TOP=top_k, NORM=norm_topk, BLOCK=BLOCK, num_warps=8,
+    route_kernel[(rows, nl.cdiv(experts, EACH))](
+        h, router, scratch.logits, scratch.ended, ids, weights, experts,
+        K=hidden, EP=nl.next_power_of_2(experts), TOP=top_k, NORM=norm_topk, EACH=EACH, BLOCK=BLOCK, num_warps=4,
         **nl.EXACT, **nl.launch(pdl),
     )  # fmt: skip
     plan = None if rows <= FEW else sorted_slots(ids, experts)

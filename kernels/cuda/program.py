@@ -427,7 +427,7 @@ class DeviceProgram:
             matrix = each.down.matrix
             hidden = matrix.out_features // each.down.count
             found = self._slots[key] = mixture.Scratch.of(
-                rows, each.top_k, matrix.in_features, hidden, self.dtype, self.device
+                rows, each.down.count, each.top_k, matrix.in_features, hidden, self.dtype, self.device
             )
         return found
 

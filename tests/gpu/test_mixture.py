@@ -33,7 +33,7 @@ class Model:
 
     def __call__(self, h: Tensor, norm_topk: bool = True, act: str = "silu") -> tuple[Tensor, Scratch]:
         y = torch.full_like(h, torch.nan)
-        scratch = Scratch.of(len(h) + 1, self.top_k, self.inner, h.shape[1], h.dtype, h.device)
+        scratch = Scratch.of(len(h) + 1, self.experts, self.top_k, self.inner, h.shape[1], h.dtype, h.device)
         for part in (scratch.weights, scratch.inner, scratch.outer):
             part.fill_(torch.nan)
         mixture.mixture(
