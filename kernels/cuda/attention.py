@@ -1,8 +1,8 @@
 """Attention of one row per lane over the pages of its lane: norms, rotation and page write included, in one launch.
 
-Keys are walked in tiles of 128 at absolute multiples. A tile has a softmax of its own: m = max of the scores, p = e^(s -
-m) rounded to DT, l = sum of the rounded p and a = p V, both by the tensor core (so that neither depends on how warps
-share the keys). Tiles are merged in order (`numem.kernels.cuda.merging`). Programs compute tiles of a lane side by side;
+Keys are walked in tiles of 128 at absolute multiples. A tile has a softmax of its own: with s = q k^T and u = scale log2 e
+(of soft-capped s: u = log2 e), m = u max(s), p = 2^(u s - m), the exponent one fused step, rounded to DT, l = sum of the
+rounded p and a = p V, both by the tensor core (so that neither depends on how warps share the keys). Tiles are merged in order (`numem.kernels.cuda.merging`). Programs compute tiles of a lane side by side;
 the one that ends last merges them, so what it computes does not depend on which that is; where tiles are many and lanes
 few, a second launch merges by columns. The form for many rows, `numem.kernels.cuda.attention_prefill`, does the same one
 tile after another.
@@ -49,19 +49,28 @@ class Scratch:
 
 @jit
 def scores(q, k, scale, cap, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """q k^T * scale, soft-capped; [rows, keys]."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    """q k^T, or that scaled and soft-capped; [rows, keys]."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CAP:
-        s = nl.softcap(s, cap)
+        s = nl.softcap(s * scale, cap)
     return s
 
 
 @jit
-def weigh(s, v, KEYS: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
+def unit_of(scale, CAP: tl.constexpr):
+    """What turns `scores` into powers of two."""
+    unit = scale * nl.LOG2E
+    if CAP:
+        unit = nl.LOG2E + scale * 0.0
+    return unit
+
+
+@jit
+def weigh(s, v, unit, KEYS: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
     """(m [rows], l [rows, 16], a [rows, D]) of masked scores and values."""
-    m = tl.max(s, 1)
-    top = tl.where(m == float("-inf"), 0.0, m)
-    p = tl.exp2((s - top[:, None]) * nl.LOG2E).to(DT)
+    m = tl.max(s, 1) * unit
+    low = -tl.where(m == float("-inf"), 0.0, m)
+    p = tl.exp2(tl.fma(s, unit, low[:, None])).to(DT)
     ones = tl.full([KEYS, 16], 1.0, DT)
     return m, tl.dot(p, ones, input_precision=PRECISION), tl.dot(p, v, input_precision=PRECISION)
 
@@ -100,6 +109,7 @@ def decode_kernel(
         j = tl.arange(0, TILE)
         wide = d < D
         table = tables + lane * width
+        unit = unit_of(scale, CAP)
         # rows 0..GROUP-1 are the queries, row GROUP is the new key
         row = qkv + lane * ((HEADS + 2 * KV) * D)
         column = tl.where(g < GROUP, kv_head * GROUP + g, HEADS + kv_head)
@@ -144,7 +154,7 @@ def decode_kernel(
             q = tl.broadcast_to(x[None, :, :], [16 // GP, GP, DP]).reshape([16, DP])
         if EACH == 1:
             e = scores(q, k, scale, cap, CAP, PRECISION)
-            m, l16, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, TILE, DT, PRECISION)
+            m, l16, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, unit, TILE, DT, PRECISION)
             if first == last:
                 to = out + lane * (HEADS * D) + (kv_head * GROUP + i)[:, None] * D + d[None, :]
                 tl.store(to, (a / first_column(l16)[:, None]).to(DT), mask=rows[:, None] & wide[None, :])
@@ -160,7 +170,7 @@ def decode_kernel(
                 k = tl.load(k_pages + at[:, None] + d[None, :], mask=both, other=0.0)
                 v = tl.load(v_pages + at[:, None] + d[None, :], mask=both, other=0.0)
                 e = scores(q, k, scale, cap, CAP, PRECISION)
-                m, l16, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, TILE, DT, PRECISION)
+                m, l16, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, unit, TILE, DT, PRECISION)
                 end_tile(m, l16, a, part_m, part_l, part_a, part + tile, rows, D, DP)
         if not APART and ((EACH > 1) | (first < last)):
             tl.debug_barrier()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from numem.errors import InputError
 from numem.kernels.cuda import language as nl
-from numem.kernels.cuda.attention import TILE, scores, weigh
+from numem.kernels.cuda.attention import TILE, scores, unit_of, weigh
 from numem.kernels.cuda.language import jit
 from numem.kernels.cuda.merging import first_column, merge
 
@@ -36,7 +36,7 @@ def plan(spans: np.ndarray, device: torch.device, rows: int = 128) -> Plan:
 
 @jit
 def one_tile(
-    m, l, a, queries, position, k_pages, v_pages, table, tile, kv_head, low, end, scale, cap,
+    m, l, a, queries, position, k_pages, v_pages, table, tile, kv_head, low, end, scale, unit, cap,
     MASKED: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
     TILE: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def one_tile(
         if WINDOW > 0:
             seen = seen & (key[None, :] > position[:, None] - WINDOW)
         s = tl.where(seen, s, float("-inf"))
-    m_i, l_i, a_i = weigh(s, v, TILE, DT, PRECISION)
+    m_i, l_i, a_i = weigh(s, v, unit, TILE, DT, PRECISION)
     return merge(m, l, a, m_i, l_i, a_i)
 
 
@@ -89,6 +89,7 @@ def prefill_kernel(
     if WINDOW > 0:
         low = tl.maximum(start - WINDOW + 1, 0)
     table = tables + lane * width
+    unit = unit_of(scale, CAP)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM, 16], tl.float32)
     a = tl.zeros([BM, DP], tl.float32)
@@ -99,18 +100,18 @@ def prefill_kernel(
         edge = tl.minimum(tl.maximum((end - WINDOW + TILE - 1) // TILE, tile), (end + TILE - 1) // TILE)
         for t in tl.range(tile, edge, num_stages=1):
             m, l, a = one_tile(
-                m, l, a, queries, position, k_pages, v_pages, table, t, kv_head, low, end, scale, cap,
+                m, l, a, queries, position, k_pages, v_pages, table, t, kv_head, low, end, scale, unit, cap,
                 True, KV, D, DP, CAP, WINDOW, TILE, DT, PRECISION,
             )  # fmt: skip
         tile = edge
     for t in tl.range(tile, whole, num_stages=STAGES):
         m, l, a = one_tile(
-            m, l, a, queries, position, k_pages, v_pages, table, t, kv_head, low, end, scale, cap,
+            m, l, a, queries, position, k_pages, v_pages, table, t, kv_head, low, end, scale, unit, cap,
             False, KV, D, DP, CAP, WINDOW, TILE, DT, PRECISION,
         )  # fmt: skip
     for t in tl.range(tl.maximum(tile, whole), (end + TILE - 1) // TILE, num_stages=1):
         m, l, a = one_tile(
-            m, l, a, queries, position, k_pages, v_pages, table, t, kv_head, low, end, scale, cap,
+            m, l, a, queries, position, k_pages, v_pages, table, t, kv_head, low, end, scale, unit, cap,
             True, KV, D, DP, CAP, WINDOW, TILE, DT, PRECISION,
         )  # fmt: skip
     total = first_column(l)[:, None]  # 0 of rows past the end that see nothing

@@ -1,7 +1,7 @@
 """Partial results of attention tiles, and their merge in order.
 
-A tile leaves m = max of the scores, l = sum of the weights and a = weights times values. Merged from left to right: m' =
-max(m, m_i), a' = a e^(m - m') + a_i e^(m_i - m'), l likewise. A tile without visible keys changes nothing.
+A tile leaves m = max of the scores as powers of two, l = sum of the weights and a = weights times values. Merged from left
+to right: m' = max(m, m_i), a' = a 2^(m - m') + a_i 2^(m_i - m'), l likewise. A tile without visible keys changes nothing.
 """
 
 import triton.language as tl
@@ -18,7 +18,7 @@ def merge(m, l, a, m_i, l_i, a_i):
     """The state m [R], l [R, any], a [R, DP] after one more tile, which some row sees a key of."""
     top = tl.maximum(m, m_i)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    old, new = tl.exp2((m - safe) * nl.LOG2E), tl.exp2((m_i - safe) * nl.LOG2E)
+    old, new = tl.exp2(m - safe), tl.exp2(m_i - safe)
     return top, tl.fma(l, old[:, None], l_i * new[:, None]), tl.fma(a, old[:, None], a_i * new[:, None])
 
 
