@@ -68,14 +68,7 @@ def chain_kernel(
         if ACT != 0:
             b2 = weights_at(w, scales, mins, n + N, at, K, BK, BN, BITS, ZERO, MINS, DT)
             acc2 = tl.dot(b2, a, acc2, input_precision=PRECISION)
-    result = 0.0 + acc
-    if BIAS:
-        result += tl.load(bias + n)[:, None]
-    if ACT != 0:
-        up = 0.0 + acc2
-        if BIAS:
-            up += tl.load(bias + n + N)[:, None]
-        result = nl.act(result.to(DT).to(tl.float32), ACT) * up.to(DT).to(tl.float32)
+    result = nl.ended(0.0 + acc, 0.0 + acc2, bias, n, N, BIAS, ACT, DT)
     mask = inside[None, :] & (column[:, None] < N)
     tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], result.to(OUT), mask=mask)
 

@@ -84,6 +84,19 @@ def act(x, ACT: tl.constexpr):
 
 
 @jit
+def ended(result, up, bias, n, N, BIAS: tl.constexpr, ACT: tl.constexpr, DT: tl.constexpr):
+    """Sums of rows n [BN] of a matrix, with its bias; with ACT they are the gates, `up` the sums of rows n + N, and both
+    are rounded to DT before they meet."""
+    if BIAS:
+        result += tl.load(bias + n)[:, None]
+    if ACT != 0:
+        if BIAS:
+            up += tl.load(bias + n + N)[:, None]
+        result = act(result.to(DT).to(tl.float32), ACT) * up.to(DT).to(tl.float32)
+    return result
+
+
+@jit
 def softcap(x, cap):
     """cap * tanh(x / cap), the hyperbolic tangent by the exponential."""
     return cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (x / cap))))

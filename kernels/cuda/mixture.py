@@ -159,11 +159,12 @@ def expert_kernel(
         result = walk.walk(
             h, m, inside, w, scales, mins, n, K, SEGMENT, L, BN, BK, STAGES, BITS, ZERO, MINS, DT, PRECISION
         )
+        up = 0.0
         if ACT != 0:
             up = walk.walk(
                 h, m, inside, w, scales, mins, n + N, K, SEGMENT, L, BN, BK, STAGES, BITS, ZERO, MINS, DT, PRECISION
             )
-            result = nl.act(result.to(DT).to(tl.float32), ACT) * up.to(DT).to(tl.float32)
+        result = nl.ended(result, up, out, n, N, False, ACT, DT)
         to = out + slot[None, :].to(tl.int64) * N + column[:, None]
         tl.store(to, result.to(DT), mask=inside[None, :] & (column[:, None] < N))
 

@@ -169,14 +169,10 @@ def few_rows_kernel(
         acc = tl.dot(dense[c], a, acc, input_precision=PRECISION)
         if ACT != 0:
             acc2 = tl.dot(dense2[c], a, acc2, input_precision=PRECISION)
-    result = in_order(acc, BN, L)
-    if BIAS:
-        result += tl.load(bias + n)[:, None]
+    result, up = in_order(acc, BN, L), 0.0
     if ACT != 0:
         up = in_order(acc2, BN, L)
-        if BIAS:
-            up += tl.load(bias + n + N)[:, None]
-        result = nl.act(result.to(DT).to(tl.float32), ACT) * up.to(DT).to(tl.float32)
+    result = nl.ended(result, up, bias, n, N, BIAS, ACT, DT)
     mask = inside[None, :] & (column[:, None] < N)
     tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], result.to(OUT), mask=mask)
 
