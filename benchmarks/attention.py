@@ -85,7 +85,7 @@ class _Case:
         half = s.head_dim // 2
         self.cos = torch.ones((s.context, half), device=device)
         self.sin = torch.zeros((s.context, half), device=device)
-        self.tiles = -(-s.context // language.TILE_KEYS)
+        self.tiles = -(-s.context // language.tile_keys(s.head_dim))
         self.scratch = attention.Scratch.of(s.lanes, s.heads, s.head_dim, self.tiles, device)
 
     @property

@@ -1,6 +1,6 @@
 """Attention of one row per lane over the pages of its lane: norms, rotation and page write included, in one launch.
 
-Keys are walked in tiles of 128 at absolute multiples. A tile has a softmax of its own: with s = q k^T and u = scale log2 e
+Keys are walked in tiles of 128, or 64 where heads are wide, at absolute multiples. A tile has a softmax of its own: with s = q k^T and u = scale log2 e
 (of soft-capped s: u = log2 e), m = u max(s), p = 2^(u s - m), the exponent one fused step, rounded to DT, l = sum of the
 rounded p and a = p V, both by the tensor core (so that neither depends on how warps share the keys). Tiles are merged in order (`numem.kernels.cuda.merging`). Programs compute tiles of a lane side by side;
 the one that ends last merges them, so what it computes does not depend on which that is; where tiles are many and lanes
@@ -19,8 +19,6 @@ from numem.kernels.cuda import language as nl
 from numem.kernels.cuda.language import jit
 from numem.kernels.cuda.merging import AHEAD, end_tile, first_column, merge_kernel, merge_tiles
 from numem.kernels.cuda.rotary import HeadNorms, angles, check_heads, head_rows, partner
-
-TILE = nl.TILE_KEYS
 
 GROUP_LIMIT = 31
 """Query heads of a key head."""
@@ -221,7 +219,7 @@ def decode(
         k_layer, v_layer: DT [pages, kv_heads, 16, head_dim]; the row's own key and value are written to them.
         tables: int32 [L, width]; positions: int64 [L], < 0: an idle lane, of which nothing is read or written.
         out: DT [L, heads * head_dim].
-        tiles: tiles of 128 keys that the longest lane has, at most `scratch.tiles`.
+        tiles: tiles of `nl.tile_keys` keys that the longest lane has, at most `scratch.tiles`.
         split: tiles of a program and stages of its loads, else by `config`; changes no bit.
         warps: of a program, 0 by `config`; changes no bit.
         apart: whether a second launch merges the tiles, else by `config`; changes no bit.
@@ -244,8 +242,9 @@ def decode(
             f"scratch of {scratch.tiles} tiles must be of {lanes} rows and {tiles} tiles, and at most {GROUP_LIMIT} "
             f"heads (not {group}) share a key head"
         )
+    keys = nl.tile_keys(head_dim)
     if window:
-        tiles = min(tiles, nl.cdiv(window - 1, TILE) + 1)
+        tiles = min(tiles, nl.cdiv(window - 1, keys) + 1)
     chosen = config(head_dim, group, lanes * kv_heads, tiles, qkv.element_size())
     each, stages = split or (chosen.each, chosen.stages)
     apart = tiles > 1 and (chosen.apart if apart is None else apart)
@@ -256,7 +255,7 @@ def decode(
         0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset, scale, softcap,
         HEADS=heads, KV=kv_heads, GROUP=group, GP=nl.next_power_of_2(group + 1), GH=nl.next_power_of_2(group),
         D=head_dim, DP=nl.next_power_of_2(head_dim), W=cos.shape[1], NORM=norms is not None, CAP=softcap > 0,
-        WINDOW=window, TILE=TILE, EACH=each, STAGES=stages, APART=apart, AHEAD=AHEAD, DT=dt,
+        WINDOW=window, TILE=keys, EACH=each, STAGES=stages, APART=apart, AHEAD=AHEAD, DT=dt,
         WORD=tl.int16 if qkv.element_size() == 2 else tl.int32, PRECISION=nl.precision(qkv.dtype),
         num_warps=warps or chosen.warps, **nl.EXACT, **nl.launch(pdl),
     )  # fmt: skip
@@ -264,7 +263,7 @@ def decode(
         columns = 32
         merge_kernel[(heads, nl.cdiv(head_dim, columns), lanes)](
             positions, out, scratch.m, scratch.l, scratch.a, scratch.tiles, HEADS=heads, D=head_dim, C=columns,
-            WINDOW=window, TILE=TILE, DT=dt, num_warps=1, **nl.EXACT, **nl.launch(pdl),
+            WINDOW=window, TILE=keys, DT=dt, num_warps=1, **nl.EXACT, **nl.launch(pdl),
         )  # fmt: skip
 
 

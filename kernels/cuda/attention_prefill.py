@@ -9,7 +9,7 @@ from torch import Tensor
 
 from numem.errors import InputError
 from numem.kernels.cuda import language as nl
-from numem.kernels.cuda.attention import TILE, scores, unit_of, weigh
+from numem.kernels.cuda.attention import scores, unit_of, weigh
 from numem.kernels.cuda.language import jit
 from numem.kernels.cuda.merging import first_column, merge
 
@@ -162,10 +162,10 @@ def prefill(
             f"must be [rows, {heads} x {head_dim}] and [pages, {kv_heads}, 16, {head_dim}] of one type, blocks of "
             f"{plan.rows} rows at most {rows}"
         )
-    wide = q.element_size() == 4 or head_dim > 128  # no room for a second tile in shared memory
+    wide = q.element_size() == 4  # no room for a second tile in shared memory
     prefill_kernel[(heads, len(plan.blocks))](
         q, k_layer, v_layer, tables, plan.blocks, out, tables.shape[1], scale, softcap,
         HEADS=heads, KV=kv_heads, D=head_dim, DP=nl.next_power_of_2(head_dim), BM=rows, CAP=softcap > 0, WINDOW=window,
-        TILE=TILE, STAGES=stages or (1 if wide else 2), DT=nl.TYPES[q.dtype], PRECISION=nl.precision(q.dtype),
+        TILE=nl.tile_keys(head_dim), STAGES=stages or (1 if wide else 2), DT=nl.TYPES[q.dtype], PRECISION=nl.precision(q.dtype),
         num_warps=warps, **nl.EXACT,
     )  # fmt: skip

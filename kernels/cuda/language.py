@@ -18,8 +18,15 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 PDL_AVAILABLE: bool = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 """Whether this device has programmatic dependent launch."""
 
-TILE_KEYS = 128
-"""Keys of an attention tile, at absolute multiples: part of the numeric policy."""
+
+def tile_keys(head_dim: int) -> int:
+    """Keys of an attention tile, at absolute multiples: part of the numeric policy.
+
+    Keys and values of a tile are 64 KiB in two bytes a number, whatever the head: what one multiprocessor loads and hands
+    to its tensor cores in about a microsecond.
+    """
+    return 128 if head_dim <= 128 else 64
+
 
 NORM_WARPS = 8
 """Warps of every kernel that sums the squares of a row: part of the numeric policy."""

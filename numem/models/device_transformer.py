@@ -9,7 +9,7 @@ from torch import Tensor
 
 from numem.errors import UnsupportedModelError
 from numem.kernels.cuda import attention_prefill, sampling, step
-from numem.kernels.cuda.language import TILE_KEYS
+from numem.kernels.cuda.language import tile_keys
 from numem.kernels.cuda.program import DeviceCall, DeviceProgram
 from numem.models.architecture.descriptor import SLIDING, Descriptor
 from numem.models.devices import gpu_refuses
@@ -38,7 +38,6 @@ class DeviceTransformer:
     """
 
     max_rows = 4096
-    tile = TILE_KEYS
 
     def __init__(
         self, descriptor: Descriptor, weights: ModelWeights, *, dtype: str, max_position: int, device: torch.device
@@ -49,6 +48,7 @@ class DeviceTransformer:
             raise UnsupportedModelError(f"{refused}; load it with device='cpu'")
         self.dtype, self.device, self.max_position, self.weights = dtype, device, max_position, weights
         self.heads, self.kv_heads, self.head_dim, self.vocab = d.heads, d.kv_heads, d.head_dim, d.vocab
+        self.tile = tile_keys(d.head_dim)
         windows = [d.window if kind == SLIDING else 0 for kind in d.layer_kinds]
         self.spec = kv_spec(d.layers, d.kv_heads, d.head_dim, dtype, windows)
         self.program = DeviceProgram(emit(d, weights, dtype, join=False), DTYPES[dtype], device)
@@ -135,7 +135,7 @@ class DeviceTransformer:
         tokens, at = rows.tokens.to(place), rows.positions.to(place)
         if len(lane) <= FEW_ROWS and len(np.unique(lane)) == len(lane):
             tables = rows.tables[rows.lane.long()].contiguous().to(place)
-            tiles = int(positions.max()) // TILE_KEYS + 1
+            tiles = int(positions.max()) // self.tile + 1
             return DeviceCall(tokens, at, tables, storage.k, storage.v, decode=True, tiles=tiles)
         wanted = rows.wanted.numpy()
         some = len(wanted) < len(lane)

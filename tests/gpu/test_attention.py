@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from numem.kernels.cuda import attention, attention_prefill, rotary
+from numem.kernels.cuda import language as nl
 from numem.kernels.cuda.rotary import HeadNorms
 
 PAGE = 16
@@ -36,6 +37,7 @@ SHAPES = [
     Shape(6, 2, 32, norms=True),
     Shape(2, 2, 16, window=100),
     Shape(4, 1, 32, window=40, softcap=5.0, norms=True, partial=True),
+    Shape(2, 1, 136, window=90, norms=True),
 ]
 TRUE_SHAPES = [
     Shape(32, 8, 128),
@@ -104,7 +106,7 @@ class Case:
         qkv = torch.stack([self.qkv[lane][max(row, 0)] for lane, row in enumerate(rows)])
         positions = torch.tensor(rows).to(self.device)
         out = torch.full((len(rows), self.shape.heads * self.shape.head_dim), torch.nan).to(self.dtype).to(self.device)
-        tiles = max(rows) // attention.TILE + 1
+        tiles = max(rows) // nl.tile_keys(self.shape.head_dim) + 1
         scratch = attention.Scratch.of(len(rows), self.shape.heads, self.shape.head_dim, tiles + 1, self.device)
         for t in (scratch.m, scratch.l, scratch.a):
             t.fill_(torch.nan)
