@@ -11,6 +11,7 @@ tile after another.
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -80,7 +81,8 @@ def row_of(x, at, R: tl.constexpr, WORD: tl.constexpr):
     return tl.sum(words, 0).to(WORD).to(x.dtype, bitcast=True)
 
 
-@jit
+# Lengths of tables are not compiled in: no step waits for a compiler because its longest lane has grown.
+@triton.jit(do_not_specialize=["width", "tiles"])
 def decode_kernel(
     qkv, q_norm, k_norm, cos, sin, k_pages, v_pages, tables, positions, out, part_m, part_l, part_a, ended,
     width, tiles, eps, offset, scale, cap,

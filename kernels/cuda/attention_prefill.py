@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -67,7 +68,7 @@ def one_tile(
     return merge(m, l, a, m_i, l_i, a_i)
 
 
-@jit
+@triton.jit(do_not_specialize=["width"])
 def prefill_kernel(
     q, k_pages, v_pages, tables, blocks, out, width, scale, cap,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, CAP: tl.constexpr,

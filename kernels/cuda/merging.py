@@ -4,6 +4,7 @@ A tile leaves m = max of the scores as powers of two, l = sum of the weights and
 to right: m' = max(m, m_i), a' = a 2^(m - m') + a_i 2^(m_i - m'), l likewise. A tile without visible keys changes nothing.
 """
 
+import triton
 import triton.language as tl
 
 from numem.kernels.cuda import language as nl
@@ -55,7 +56,7 @@ def merge_tiles(to, part_m, part_l, part_a, part, d, inside, count, R: tl.conste
     tl.store(to, (a / l).to(DT), mask=inside)
 
 
-@jit
+@triton.jit(do_not_specialize=["tiles"])
 def merge_kernel(
     positions, out, part_m, part_l, part_a, tiles,
     HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, DT: tl.constexpr,
