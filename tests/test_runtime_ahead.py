@@ -249,6 +249,31 @@ def test_what_a_caller_raises_loses_no_token(make: Make) -> None:
     assert raised == 3 and told == list(range(20)) and len(outcomes[0].generated) == 20
 
 
+def raised(make: Make, steps: int, then: str) -> tuple[object, ...]:
+    """What a sequence has where telling its sixth token raised, and `then` (cancel, preempt) follows."""
+
+    def on_token(token: Token) -> None:
+        if token.index == 5:
+            raise KeyError(token.index)
+
+    scheduler = make(steps, 1, on_token=on_token)
+    scheduler.submit(Request("a", prompt(10), 60, WARM))
+    with pytest.raises(KeyError):
+        while True:
+            step(scheduler)
+    check(scheduler)
+    (entry,) = scheduler._running
+    assert entry.route is not None
+    held = list(entry.tokens), entry.route.length, scheduler.engine.pool.free
+    assert getattr(scheduler, then)("a")
+    return *held, results(drive(scheduler))
+
+
+@pytest.mark.parametrize("then", ["cancel", "preempt"])
+def test_where_telling_fails_nothing_behind_it_was_decoded(make: Make, then: str) -> None:
+    assert raised(make, 32, then) == raised(make, 0, then)
+
+
 def test_where_pages_lack_single_steps_decide(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [Request("a", prompt(10), 30, WARM), Request("b", prompt(16), 30)]
     expected = results(drive(make(0), requests))
@@ -294,6 +319,66 @@ def test_tokens_wait_no_longer_than_they_may(make: Make, deadline: float | None,
     step(scheduler, 3)
     assert [count for count, _ in calls(scheduler)][:2] == [1, steps]
     scheduler.cancel("a")
+
+
+def test_a_deadline_that_comes_while_tokens_are_told_ends_a_sequence(make: Make) -> None:
+    """Also where nothing told of it when they were decoded."""
+
+    def told(steps: int) -> dict[str, tuple[object, ...]]:
+        clock = Clock()
+
+        def on_token(token: Token) -> None:
+            clock.now += 100 if token.index == 5 else 0
+
+        scheduler = make(steps, clock=clock, on_token=on_token)
+        requests = [Request("a", prompt(10), 30, WARM, deadline_s=50.0), Request("b", prompt(12), 30, WARM)]
+        return results(drive(scheduler, requests))
+
+    assert told(32) == told(0) and Finish.DEADLINE in told(32)["a"]
+
+
+def accounts(make: Make, steps: int, fails: bool) -> tuple[object, ...]:
+    """What is written down of steps of a millisecond each; `fails`: telling one of the tokens raises."""
+    clock = Clock()
+
+    def on_token(token: Token) -> None:
+        if fails and token.index == 9:
+            raise KeyError(token.index)
+
+    scheduler = make(steps, clock=clock, on_token=on_token, ahead_ms=1e9)
+    engine = scheduler.engine
+    decode, evaluate = engine.decode, engine.evaluate_lent
+
+    def slow_decode(lanes: Any, steps: int) -> Iterator[np.ndarray]:
+        for piece in decode(lanes, steps):
+            clock.now += len(piece) / 1000
+            yield piece
+
+    def slow_evaluate(*args: Any, **options: Any) -> Any:
+        clock.now += 1 / 1000
+        return evaluate(*args, **options)
+
+    engine.decode = slow_decode  # type: ignore[method-assign]
+    engine.evaluate_lent = slow_evaluate  # type: ignore[method-assign]
+    some = frozenset(range(0, 256, 9))
+    for request in [Request("a", prompt(10), 40, WARM, eos=some), Request("b", prompt(12), 40, WARM)]:
+        scheduler.submit(request)
+    found = dict[str, tuple[object, ...]]()
+    while not scheduler.idle:
+        try:
+            for o in step(scheduler):
+                found[o.request.id] = len(o.generated), round(o.step_ms, 6), round(o.ttft_ms, 6)
+        except KeyError:
+            assert fails
+    return found, scheduler.decode_tokens, round(scheduler.decode_ms, 6)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_accounts_are_those_of_single_steps(make: Make, fails: bool) -> None:
+    """A sequence that ends early took part in no step behind its end, and a step counts whatever telling it raises."""
+    found = accounts(make, 32, fails)
+    assert found == accounts(make, 0, fails)
+    assert found == ({"a": (12, 11.0, 1.0), "b": (40, 39.0, 1.0)}, 50, 39.0)
 
 
 def test_a_device_bounds_the_rows_of_a_step(make: Make) -> None:

@@ -9,7 +9,7 @@ What is generated does not depend on k: tokens, ends and what is told come in th
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,7 +55,7 @@ class DecodeAhead:
 
         Raises:
             What decoding raises: all is as before, but for tokens that came before it did. What telling a token raises:
-            every token decoded is taken first.
+            those behind it were not decoded.
         """
         s = self._scheduler
         if s.engine.ahead is None:
@@ -70,18 +70,13 @@ class DecodeAhead:
         pieces = self._decode(entries, steps)
         if pieces is None:
             return False
-        rows = (row for piece in pieces for row in piece.tolist())
         try:
-            self._tell(entries, rows)
+            self._tell(entries, pieces, began)
         finally:
-            for entry in entries:  # a pass that failed behind its first tokens
+            for entry in entries:  # where telling failed, or the pass behind its first tokens
                 if entry.state is State.DECODING:
                     entry.cut(s.engine.pool)
-        elapsed_ms = (s.clock() - began) * 1e3
-        self._paced(elapsed_ms / steps)
-        s.decode_ms += elapsed_ms
-        for entry in entries:
-            entry.outcome.step_ms += elapsed_ms
+        self._paced((s.clock() - began) * 1e3 / steps)
         return True
 
     def _steps(self, entries: Sequence[Entry], left_s: float | None) -> int:
@@ -125,20 +120,23 @@ class DecodeAhead:
         for entry, _ in zip(entries, reserved, strict=False):
             entry.retable()
 
-    def _tell(self, entries: Sequence[Entry], rows: Iterator[list[int]]) -> None:
-        """Take and tell tokens step by step; where telling fails, those that follow are taken all the same."""
-        try:
-            for row in rows:
-                self._take(entries, row)
-                self._scheduler.tell()
-        finally:
-            for row in rows:
-                self._take(entries, row)
+    def _tell(self, entries: Sequence[Entry], pieces: Iterable[np.ndarray], began: float) -> None:
+        """Take and tell tokens step by step, until a deadline comes or telling fails; what follows was not decoded."""
+        s = self._scheduler
+        for piece in pieces:
+            came = s.clock()
+            step_ms, began = (came - began) * 1e3 / len(piece), came
+            for row in piece.tolist():
+                self._take(entries, row, step_ms)
+                s.tell()
+                s.expire()
 
-    def _take(self, entries: Sequence[Entry], tokens: Sequence[int]) -> None:
+    def _take(self, entries: Sequence[Entry], tokens: Sequence[int], step_ms: float) -> None:
         """Give the lanes that still decode their next tokens."""
         s = self._scheduler
+        s.decode_ms += step_ms
         for entry, token in zip(entries, tokens, strict=True):
             if entry.state is State.DECODING:
                 s.decode_tokens += 1
+                entry.outcome.step_ms += step_ms
                 s.take(entry, token if token >= 0 else not_finite(len(entry.tokens) - 1), _NO_ROW)

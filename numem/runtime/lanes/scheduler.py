@@ -198,7 +198,7 @@ class Scheduler:
             raise ClosedError("scheduler: used after close")
         self.steps += 1
         self._collect()
-        self._expire()
+        self.expire()
         self._land()
         self._admission.admit(self._waiting, self._running)
         if not (self._ahead.run(self._running, self._deadlines.soonest) or self._iterate()):
@@ -302,7 +302,8 @@ class Scheduler:
             self._outcomes += published
             self._admission.changed()
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """End the sequences whose time is up."""
         while (entry := self._deadlines.pop(self.clock())) is not None:
             self.ended(entry, Finish.DEADLINE)
 
