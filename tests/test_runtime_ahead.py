@@ -274,6 +274,31 @@ def test_where_telling_fails_nothing_behind_it_was_decoded(make: Make, then: str
     assert raised(make, 32, then) == raised(make, 0, then)
 
 
+class Failing(Letters):
+    """Fails for good at its eighth token."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def push(self, token: int) -> str:
+        self.seen += 1
+        return super().push(token) if self.seen < 8 else self.finish()
+
+    def finish(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("steps", [0, 32])
+def test_what_a_tokenizer_raises_ends_one_sequence(make: Make, steps: int) -> None:
+    requests = [Request("a", prompt(10), 30, WARM), Request("b", prompt(12), 30, WARM)]
+    expected = drive(make(0), requests)
+    kinds = iter([Failing, Letters])
+    found = drive(make(steps, detokenize=lambda: next(kinds)()), requests)
+    assert result(found["b"]) == result(expected["b"])
+    assert (found["a"].finish, found["a"].error) == (Finish.ERROR, "no text")
+    assert found["a"].generated == expected["a"].generated[:8]
+
+
 def test_where_pages_lack_single_steps_decide(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [Request("a", prompt(10), 30, WARM), Request("b", prompt(16), 30)]
     expected = results(drive(make(0), requests))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numem.errors import ClosedError, InputError, ModelError, NumemError
+from numem.errors import ClosedError, InputError, ModelError
 from numem.identity.chain import CHUNK_TOKENS
 from numem.runtime.ahead import AHEAD_MS
 from numem.runtime.continuation import Session
@@ -381,7 +381,8 @@ class Scheduler:
             return
         try:
             finish, text = entry.accept(token, row)
-        except NumemError as error:
+        except Exception as error:  # noqa: BLE001 - whatever a tokenizer raises, it is this sequence that failed
+            entry.text = None
             self.failed(entry, error)
             return
         if self._on_token is not None:
