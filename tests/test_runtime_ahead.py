@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from numem import LM, Memory
 from numem.errors import CapacityError, InputError
+from numem.runtime.device.state import LaneState, Step, settings_of
 from numem.runtime.lanes import ahead
 from numem.runtime.lanes.scheduler import Scheduler
 from numem.runtime.paging.residency import Residency
@@ -435,3 +437,14 @@ def test_published_rows_are_those_of_the_tokens_taken(make: Make, memory: Memory
     with session.start(again.tokens) as alone:
         assert alone.advance(8) == found.generated and found.kv is not None
         assert alone.kv().tobytes() == found.kv.tobytes()
+
+
+@pytest.mark.parametrize("sampler", [Sampler(top_k=2**40), Sampler(1.0, 2**31, seed=2**70 + 3)])
+def test_settings_of_any_size_are_loaded(sampler: Sampler) -> None:
+    """More ids than there are keeps all of them; one such request is no end of those beside it."""
+    place = torch.device("cpu")
+    state = LaneState(1, 1, place)
+    state.load([Step(1, 0, [0], sampler)])
+    _, top_k, _, seed = settings_of([sampler], place)
+    assert state.top_k.tolist() == top_k.tolist() == [min(sampler.top_k, 2**31 - 1)]
+    assert state.seed.tolist() == seed.tolist() == [sampler.seed % 2**64]

@@ -18,6 +18,7 @@ _FIELDS = (
     ("top_p", np.float32),
     ("top_k", np.int32),
 )
+_MOST = np.iinfo(np.int32).max  # keeps every id, as does whatever is larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class LaneState:
             views["tokens"][lane] = step.token
             views["positions"][lane] = step.position
             views["temperature"][lane] = step.sampler.temperature
-            views["top_k"][lane] = step.sampler.top_k
+            views["top_k"][lane] = min(step.sampler.top_k, _MOST)
             views["top_p"][lane] = step.sampler.top_p
             views["seed"][lane] = np.uint64(step.sampler.seed % 2**64).astype(np.int64)
             self._tables[lane, : len(step.pages)] = step.pages
@@ -101,7 +102,7 @@ def settings_of(samplers: Sequence[Sampler], device: torch.device) -> tuple[Tens
     """Temperature float32, top_k int32, top_p float32 and seed int64 of samplers, on a device."""
     return (
         torch.tensor([s.temperature for s in samplers], dtype=torch.float32).to(device),
-        torch.tensor([s.top_k for s in samplers], dtype=torch.int32).to(device),
+        torch.tensor([min(s.top_k, _MOST) for s in samplers], dtype=torch.int32).to(device),
         torch.tensor([s.top_p for s in samplers], dtype=torch.float32).to(device),
         torch.from_numpy(np.array([s.seed % 2**64 for s in samplers], dtype=np.uint64).astype(np.int64)).to(device),
     )
