@@ -1,13 +1,15 @@
 """Decoding several steps at a time in continuations: tokens, rows and errors are those of single steps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 
 from numem import LM, Memory
 from numem.errors import CapacityError, ContextLengthError, ModelError
 from numem.runtime import continuation
 from numem.runtime.continuation import Session
+from numem.runtime.device.state import Step
 from numem.runtime.sampling import GREEDY, Sampler
 from tests.ahead_fixtures import AheadDecoder, ahead_session
 from tests.scheduler_fixtures import prompt
@@ -91,6 +93,25 @@ def test_a_failed_pass_leaves_a_continuation_as_before(tiny_lm: LM) -> None:
             c.advance(20, WARM)
         assert c.tokens == tokens and session.engine.pool.stats() == stats and c.kv().tobytes() == kv
         assert [*tokens[30:], *c.advance(20, WARM)] == stepped(session, prompt(30), 23, WARM)[0]
+
+
+def test_a_stream_gives_the_tokens_before_any_failure(tiny_lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pages lack it decodes a few at a time, and what then fails comes behind those."""
+    monkeypatch.setattr(continuation, "AHEAD_MS", 1e9)
+    session, _ = ahead_session(tiny_lm, pages=4)
+    decode = session.engine.decode
+    with session.start(prompt(30)) as c:
+
+        def failing(lanes: Sequence[Step], steps: int) -> Iterator[np.ndarray]:
+            if lanes[0].position >= 63:
+                raise RuntimeError("lost")
+            return decode(lanes, steps)
+
+        session.engine.decode = failing  # type: ignore[method-assign]
+        told: list[int] = []
+        with pytest.raises(RuntimeError, match="lost"):
+            told.extend(c.stream(60, WARM))  # extends by each as it comes
+        assert c.processed == 63 and told == c.tokens[30:]
 
 
 def test_streams_decode_more_and_more(tiny_lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from numem.errors import CapacityError, ContextLengthError, InputError, IntegrityError, NumemError, OutOfPlanError
+from numem.errors import CapacityError, ContextLengthError, InputError, IntegrityError, OutOfPlanError
 from numem.identity.chain import pack_tokens, unpack_tokens
 from numem.identity.fingerprint import Identity
 from numem.runtime.ahead import AHEAD_MS, AHEAD_STEPS, pick
@@ -193,7 +193,7 @@ class Continuation:
             began, failure = time.perf_counter(), None
             try:
                 self.advance(min(steps, end - at), sampler)
-            except NumemError as error:
+            except Exception as error:  # noqa: BLE001 - raised behind the tokens chosen before it
                 failure = error
             if self.session.engine.ahead is not None and time.perf_counter() - began < AHEAD_MS / 2e3:
                 steps = min(2 * steps, AHEAD_STEPS)
