@@ -4,6 +4,7 @@ decoding    | row | row | row |                    one pending token each, pages
 arriving    | piece of a prompt .... | piece .. |  as the arrivals have work, cut at multiples of the chunk
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -116,12 +117,13 @@ def choose(engine: Engine, batch: Batch, asked: Iterable[tuple[int, Entry]]) -> 
     it has one."""
     chosen: list[int | ModelError | None] = []
     there: list[tuple[int, int, Sampler, int]] = []  # on the device: place in `chosen`, row, sampler, position
+    upto = list(itertools.accumulate(peak is not None for peak in batch.peaks))  # rows of logits up to each entry's
     for at, entry in asked:
         peak, sampler, position = batch.peaks[at], entry.sampler, len(entry.tokens) - 1
         if peak is None or not entry.request.max_new_tokens:
             chosen.append(None)
         elif engine.chooser is not None and sampler.temperature:
-            there.append((len(chosen), at - batch.peaks[:at].count(None), sampler, position))
+            there.append((len(chosen), upto[at] - 1, sampler, position))
             chosen.append(None)
         else:
             try:
