@@ -32,14 +32,10 @@ def walk(
         k = at + tl.arange(0, BK)
         a = tl.load(h + m[None, :].to(tl.int64) * K + k[:, None], mask=inside[None, :] & (k < K)[:, None], other=0.0)
         b = weights_at(w, scales, mins, n, at, K, BK, BN, BITS, ZERO, MINS, DT)
-        if SEGMENT == BK:
-            total += tl.dot(b, a, input_precision=PRECISION)
-        else:
-            acc = tl.dot(b, a, acc, input_precision=PRECISION)
-            if SEGMENT < K:
-                ends = (at + BK) % SEGMENT == 0
-                total = tl.where(ends, total + acc, total)
-                acc = tl.where(ends, 0.0, acc)
-    if SEGMENT != BK:
-        total += acc  # the one chain, or a last segment that K cuts short
-    return total
+        # never `total += dot(...)`: the compiler would make one chain of it
+        acc = tl.dot(b, a, acc, input_precision=PRECISION)
+        if SEGMENT < K:
+            ends = (at + BK) % SEGMENT == 0
+            total = tl.where(ends, total + acc, total)
+            acc = tl.where(ends, 0.0, acc)
+    return total + acc  # the one chain, or a last segment that K cuts short
