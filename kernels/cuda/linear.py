@@ -18,6 +18,8 @@ CLASSES = (4096, 2048, 1024, 512)
 
 _proved: dict[tuple[object, ...], bool] = {}
 _scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+_outgrown: list[Tensor] = []
+"""Scratches that were too small for a later matrix: graphs of more than `segments.FEW` rows hold their addresses."""
 
 
 def linear(h: Tensor, matrix: Matrix, out: Tensor, *, act: str | None = None, pdl: bool = False) -> None:
@@ -68,5 +70,7 @@ def _room(matrix: Matrix) -> Tensor:
     key = (weights.device, matrix.dtype)
     size = matrix.out_features * matrix.in_features
     if key not in _scratch or _scratch[key].numel() < size:
+        if key in _scratch:
+            _outgrown.append(_scratch[key])
         _scratch[key] = torch.empty(size, dtype=matrix.dtype, device=weights.device)
     return _scratch[key][:size].view(matrix.out_features, matrix.in_features)
