@@ -339,12 +339,13 @@ class DeviceProgram:
 
     def _normed(self, each: Normed, buffers: Buffers, rows: int, call: DeviceCall) -> None:
         matrix, out = each.matrix, buffers.of(each.out, rows)
-        if segments.serves(matrix) and rows <= FUSED_ROWS:
-            turn = each.turn
+        turn = each.turn
+        # without a branch the compiler lays the row out, and so sums its squares, otherwise than `norm.add_norm`
+        if segments.serves(matrix) and rows <= FUSED_ROWS and turn.joins:
             fused = segments.Norm(
                 buffers.x[turn.before][:rows],
                 buffers.x[turn.after][:rows],
-                buffers.y[:rows] if turn.joins else None,
+                buffers.y[:rows],
                 turn.post,
                 each.norm.weight,
                 each.norm.eps,

@@ -30,7 +30,8 @@ class Norm:
 
     Attributes:
         x, x_out: float32 [M, K], different tensors; x_out is written where there is a branch.
-        branch: DT [M, K], or None.
+        branch: DT [M, K], or None: then the sum of squares of more than 1,024 columns has an order of its own, as nothing
+            of DT makes the compiler lay the row out as elsewhere.
         post: float32 [K], weight of the norm of the branch, or None.
         weight: float32 [K].
     """
@@ -194,11 +195,11 @@ def many_rows_kernel(
     # rows and columns past the end repeat the last ones and are not stored
     hp = h + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k[None, :]
     wp = w + tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + k[:, None]
-    EVEN: tl.constexpr = K % SEGMENT == 0
+    EVEN: tl.constexpr = K % SEGMENT == 0 and SEGMENT % BK == 0
     total = tl.zeros([BM, BN], tl.float32)
     for first in range(0, K, SEGMENT):
         acc = tl.zeros([BM, BN], tl.float32)
-        for step in range(SEGMENT // BK):
+        for step in range(tl.cdiv(SEGMENT, BK)):
             at = first + step * BK
             if EVEN:
                 a = tl.load(hp + at)
@@ -281,7 +282,7 @@ def few_rows(
 def many_rows(weight: Tensor, bias: Tensor | None, h: Tensor, out: Tensor) -> None:
     """out DT [M, N] = h [M, K] @ weight [N, K].T (+ bias), bit for bit as the products of few rows.
 
-    K >= 4096 is one segment, a multiple of 64.
+    K >= 4096 is one segment.
     """
     rows, k = h.shape
     n = len(weight)

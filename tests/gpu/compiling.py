@@ -4,6 +4,7 @@ The interpreter takes what the compiler refuses: types, shapes in registers, ass
 compiled down to machine code by the assembler that comes with Triton, and one line says what it became.
 """
 
+import re
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class Compiler:
     def __init__(self) -> None:
         self.compiled: dict[tuple[str, str], Any] = {}
         self.launches = 0
+        self.layouts: dict[str, str] = {}
         self._launch = JITFunction.run
 
     def install(self) -> None:
@@ -68,7 +70,17 @@ class Compiler:
         shared = kernel.metadata.shared
         if not kernel.asm["cubin"] or shared > SHARED_MEMORY:
             raise SystemExit(f"{name}: {shared} bytes of shared memory, {len(kernel.asm['cubin'])} bytes of code")
+        self._same_sums(name, kernel.asm["ttgir"])
         print(f"{name}: {kernel.metadata.num_warps} warps, {shared} bytes shared", flush=True)
+
+    def _same_sums(self, name: str, code: str) -> None:
+        """A sum over a whole row runs in the order of the layout that the compiler gave the row: it must be one for each
+        width in all kernels."""
+        layouts = dict(re.findall(r"^(#\w+) = (#ttg.+)$", code, re.MULTILINE))
+        for width, layout in re.findall(r"tt\.reshape \S+ allow_reorder : tensor<(\d+xf32), (#\w+)>", code):
+            expected = self.layouts.setdefault(width, layouts[layout])
+            if layouts[layout] != expected:
+                raise SystemExit(f"{name}: a row of {width} lies as {layouts[layout]}, elsewhere as {expected}")
 
 
 def compile_model(shape: str, form: str) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from numem.kernels.cuda import segments
+from numem.kernels.cuda import norm, segments
 from numem.kernels.cuda.matrix import Matrix
 from tests.gpu.matrix_fixtures import bits, packed, rows_of
 
@@ -82,8 +82,8 @@ def test_norm_and_gate_in_a_product(act: str | None, device: torch.device, dtype
         for branch, after in ((None, None), (y, None), (y, post)):
             x_out = torch.full_like(x, torch.nan)
             out = torch.full((4, n if act is None else n // 2), torch.nan, dtype=dtype, device=device)
-            norm = segments.Norm(x, x_out, branch, after, weight, 1e-6, 1.0)
-            segments.few_rows(matrix, out, norm=norm, act=act)
+            given = segments.Norm(x, x_out, branch, after, weight, 1e-6, 1.0)
+            segments.few_rows(matrix, out, norm=given, act=act)
             joined = x if branch is None else x + (y.float() if after is None else _norm(y.float(), 1 + post, 1e-6))
             if branch is not None:
                 torch.testing.assert_close(x_out, joined, rtol=1e-5, atol=1e-5)
@@ -101,3 +101,25 @@ def test_norm_and_gate_in_a_product(act: str | None, device: torch.device, dtype
                 if device.type == "cuda":
                     assert torch.equal(bits(alone), bits(out[one]))
                     assert branch is None or torch.equal(bits(x_alone), bits(x_out[one]))
+
+
+def test_a_norm_in_a_product_is_that_of_a_launch_of_its_own(
+    device: torch.device, dtypes: list[torch.dtype], big: bool
+) -> None:
+    """The sum of squares of a joined row runs in one order in both kernels, at every width."""
+    generator = torch.Generator().manual_seed(6)
+    for dtype in dtypes:
+        for k in (640, 1152, 1536, 2048, 2560, 3072, 3584) if big else (160,):
+            matrix = Matrix.dense((rows_of(generator, 64, k) * 0.05).to(dtype).to(device))
+            x, y = rows_of(generator, 4, k).to(device), rows_of(generator, 4, k).to(dtype).to(device)
+            weight, post = rows_of(generator, k).to(device), rows_of(generator, k).to(device)
+            for after in (None, post):
+                x_out, x_own, h = torch.empty_like(x), torch.empty_like(x), torch.empty_like(y)
+                fused, own = (torch.empty((4, 64), dtype=dtype, device=device) for _ in range(2))
+                segments.few_rows(matrix, fused, norm=segments.Norm(x, x_out, y, after, weight, 1e-6))
+                norm.add_norm(x, y, after, weight, h, x_own, eps=1e-6)
+                segments.few_rows(matrix, own, h=h)
+                if big:
+                    assert torch.equal(bits(x_out), bits(x_own)) and torch.equal(bits(fused), bits(own)), k
+                else:
+                    torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-4)
