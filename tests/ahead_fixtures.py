@@ -50,7 +50,9 @@ class AheadDecoder:
         self._last = logits.numpy().copy()
         return logits[:0] if rows.kept else logits
 
-    def choose(self, samplers: Sequence[tuple[Sampler, int]], limit: int, rows: Sequence[int]) -> list[int]:
+    def choose(
+        self, samplers: Sequence[tuple[Sampler, int]], limit: int, storage: PageStorage, rows: Sequence[int]
+    ) -> list[int]:
         """As the sampler with another seed: a path that chooses on the host is found out."""
         return [_chosen(s, self._last[row], at, limit) for row, (s, at) in zip(rows, samplers, strict=True)]
 
@@ -103,7 +105,9 @@ class _Ahead:
                 self._storage,
             )
             asked = [(items[lane].sampler, position) for lane, position in zip(live, positions, strict=True)]
-            for lane, token in zip(live, decoder.choose(asked, self._limit, range(len(live))), strict=True):
+            for lane, token in zip(
+                live, decoder.choose(asked, self._limit, self._storage, range(len(live))), strict=True
+            ):
                 out[at, lane] = tokens[lane] = token
         return out
 

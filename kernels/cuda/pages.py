@@ -136,11 +136,13 @@ def move(
     kind = torch.int32 if whole else torch.int16
     d = head_dim * size // kind.itemsize
     touched = nl.cdiv(start + n, PAGE) - (start + skip) // PAGE
-    move_kernel[(touched, 2 * members)](
-        payload.view(kind), k.view(kind), v.view(kind), pages, pages if layers is None else layers, start, skip, n,
-        members, pool_pages,
-        KV=kv_heads, D=d, WIDTH=nl.next_power_of_2(kv_heads * d), SOME=layers is not None, GATHER=gather, num_warps=8,
-    )  # fmt: skip
+    with torch.cuda.device_of(k):
+        move_kernel[(touched, 2 * members)](
+            payload.view(kind), k.view(kind), v.view(kind), pages, pages if layers is None else layers, start, skip, n,
+            members, pool_pages,
+            KV=kv_heads, D=d, WIDTH=nl.next_power_of_2(kv_heads * d), SOME=layers is not None, GATHER=gather,
+            num_warps=8,
+        )  # fmt: skip
 
 
 def copy_page(k: Tensor, v: Tensor, source: int, target: int) -> None:
@@ -193,10 +195,11 @@ def hashes(k: Tensor, v: Tensor, pages: Tensor) -> Tensor:
     words = k[0, 0].numel() * k.element_size() // 4
     out = torch.empty((len(pages), 2 * layers, 2), dtype=torch.int64, device=k.device)
     if len(pages):
-        digest_kernel[(len(pages), 2 * layers)](
-            _words(k), _words(v), pages, out, layers, pool_pages, WORDS=words,
-            BLOCK=min(1024, nl.next_power_of_2(words)), num_warps=8,
-        )  # fmt: skip
+        with torch.cuda.device_of(k):
+            digest_kernel[(len(pages), 2 * layers)](
+                _words(k), _words(v), pages, out, layers, pool_pages, WORDS=words,
+                BLOCK=min(1024, nl.next_power_of_2(words)), num_warps=8,
+            )  # fmt: skip
     return out.sum(1)
 
 
@@ -232,10 +235,11 @@ def reference(
 def _copy(k: Tensor, v: Tensor, pairs: Tensor | None, source: int, target: int) -> None:
     words = k[0, 0].numel() * k.element_size() // 4
     raw = _words(k)
-    copy_kernel[(nl.cdiv(words, BLOCK), 2 * k.shape[0], 1 if pairs is None else len(pairs))](
-        raw, _words(v), raw if pairs is None else pairs, source, target, k.shape[1], WORDS=words, BLOCK=BLOCK,
-        LISTED=pairs is not None, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(k):
+        copy_kernel[(nl.cdiv(words, BLOCK), 2 * k.shape[0], 1 if pairs is None else len(pairs))](
+            raw, _words(v), raw if pairs is None else pairs, source, target, k.shape[1], WORDS=words, BLOCK=BLOCK,
+            LISTED=pairs is not None, num_warps=4,
+        )  # fmt: skip
 
 
 def _words(pool: Tensor) -> Tensor:

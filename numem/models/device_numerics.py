@@ -170,10 +170,11 @@ class _Trial:
         asked = list(zip(_SAMPLERS, positions, strict=False))
         limit = logits.shape[1]
         self._run(text, positions, apart=True)
-        together = self.decoder.choose(asked, limit)
+        pages = cast(PageStorage, text)
+        together = self.decoder.choose(asked, limit, pages)
         for place, each in enumerate(asked):
             self._run(text, [each[1]], apart=True)
-            if self.decoder.choose([each], limit) != [together[place]]:
+            if self.decoder.choose([each], limit, pages) != [together[place]]:
                 raise ModelError(f"self-test: {self.what}: a sampled token depends on the other rows; use device='cpu'")
         return torch.tensor(together)
 

@@ -1,11 +1,13 @@
 """The transformer on a GPU: the same program as on the CPU, run as launches over device pages."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from numem.errors import UnsupportedModelError
 from numem.kernels.cuda import attention_prefill, sampling, step
@@ -16,11 +18,24 @@ from numem.models.devices import gpu_refuses
 from numem.models.forward import ModelWeights, emit
 from numem.runtime.device.graph import DecodeGraphs
 from numem.runtime.device.state import LaneState, settings_of
+from numem.runtime.device.streams import turn
 from numem.runtime.engine import Rows
 from numem.runtime.paging.pages import DTYPES, PageStorage, kv_spec
 from numem.runtime.sampling import Sampler
 
 FEW_ROWS = 32  # rows of as many lanes run as a decode step
+
+
+Results = dict[int, tuple[Tensor, Tensor, Tensor]]
+"""By the number of rows that there is room for: logits, and index and value of the largest."""
+
+
+@dataclass(slots=True)
+class _Passes:
+    """What `forward` left of one engine's pages, until its next pass over them."""
+
+    last: Tensor
+    kept: Results = field(default_factory=dict)
 
 
 class DeviceTransformer:
@@ -52,8 +67,8 @@ class DeviceTransformer:
         windows = [d.window if kind == SLIDING else 0 for kind in d.layer_kinds]
         self.spec = kv_spec(d.layers, d.kv_heads, d.head_dim, dtype, windows)
         self.program = DeviceProgram(emit(d, weights, dtype, join=False), DTYPES[dtype], device)
-        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._last = torch.empty((0, self.vocab), device=device)
+        self._kept: Results = {}
+        self._passes = WeakTensorKeyDictionary()  # of the keys' pages
         self._graphs: dict[int, WeakKeyDictionary[PageStorage, DecodeGraphs]] = {}
 
     def ahead(self, storage: PageStorage, limit: int | None = None) -> DecodeGraphs:
@@ -72,29 +87,32 @@ class DeviceTransformer:
             state.tokens, state.positions, state.tables, storage.k, storage.v, decode=True, tiles=tiles, pdl=True
         )
         h = self.program.hidden(call)
-        logits, index, value = self._results(len(h))
-        turn = (state.tokens, state.positions, history, state.counter)
+        logits, index, value = self._results(self._kept, len(h))
+        after = (state.tokens, state.positions, history, state.counter)
         if not sampled:
-            step.finish_greedy(self.program.logits_parts(h, logits, limit, pdl=True), *turn, pdl=True)
+            step.finish_greedy(self.program.logits_parts(h, logits, limit, pdl=True), *after, pdl=True)
             return
         self.program.logits(h, logits, limit, index, value, pdl=True)
         settings = sampling.Settings(state.temperature, state.top_k, state.top_p, state.seed)
         sampling.sample(logits, limit, settings, state.positions, index, pdl=True)
-        step.advance(index, value, *turn, pdl=True)
+        step.advance(index, value, *after, pdl=True)
 
     def forward(self, rows: Rows, storage: PageStorage) -> Tensor:
         """Evaluate rows; see `numem.runtime.engine.Decoder`. Logits come back on the CPU."""
-        with torch.no_grad():
+        with torch.no_grad(), turn(self.device):
             h = self.program.hidden(self._call(rows, storage))
             wanted = len(rows.wanted)
             if not wanted:
                 return torch.empty((0, self.vocab))
             if len(h) != wanted:
                 h = h[rows.wanted.to(self.device)]
-            logits, index, value = self._results(wanted)
+            if storage.k not in self._passes:
+                self._passes[storage.k] = _Passes(torch.empty((0, self.vocab), device=self.device))
+            passes = self._passes[storage.k]
+            logits, index, value = self._results(passes.kept if wanted <= FEW_ROWS else {}, wanted)
             limit = self.vocab if rows.peaks is None else rows.peaks.limit
             self.program.logits(h, logits, limit, index, value)
-            self._last = logits
+            passes.last = logits
             if rows.peaks is not None:
                 rows.peaks.index.copy_(index)
                 rows.peaks.value.copy_(value)
@@ -105,27 +123,34 @@ class DeviceTransformer:
             return logits.to("cpu", copy=True)
 
     def choose(
-        self, samplers: Sequence[tuple[Sampler, int]], limit: int, rows: Sequence[int] | None = None
+        self,
+        samplers: Sequence[tuple[Sampler, int]],
+        limit: int,
+        storage: PageStorage,
+        rows: Sequence[int] | None = None,
     ) -> list[int]:
-        """Tokens chosen from the logits of the last `forward`, one (sampler, position) a wanted row, or each from the row
-        that is named for it."""
+        """Tokens chosen from the logits of the last `forward` over these pages, one (sampler, position) a wanted row, or
+        each from the row that is named for it."""
         settings = sampling.Settings(*settings_of([sampler for sampler, _ in samplers], self.device))
         positions = torch.tensor([position for _, position in samplers], device=self.device)
         out = torch.empty(len(samplers), dtype=torch.int64, device=self.device)
-        logits = self._last[: len(samplers)] if rows is None else self._last[list(rows)]
-        sampling.sample(logits, limit, settings, positions, out)
+        with turn(self.device):
+            last = self._passes[storage.k].last
+            sampling.sample(
+                last[: len(samplers)] if rows is None else last[list(rows)], limit, settings, positions, out
+            )
         return list(out.tolist())
 
-    def _results(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _results(self, kept: Results, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, and index and value of the largest; kept for good, as graphs hold their addresses."""
         size = 1 << (rows - 1).bit_length()
-        if size not in self._kept:
-            self._kept[size] = (
+        if size not in kept:
+            kept[size] = (
                 torch.empty((size, self.vocab), device=self.device),
                 torch.empty(size, dtype=torch.int64, device=self.device),
                 torch.empty(size, device=self.device),
             )
-        logits, index, value = self._kept[size]
+        logits, index, value = kept[size]
         return logits[:rows], index[:rows], value[:rows]
 
     def _call(self, rows: Rows, storage: PageStorage) -> DeviceCall:

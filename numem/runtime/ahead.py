@@ -48,9 +48,11 @@ class DeviceDecoder(Protocol):
         """What decodes over these pages and chooses ids below `limit`."""
         ...
 
-    def choose(self, samplers: Sequence[tuple[Sampler, int]], limit: int, rows: Sequence[int]) -> list[int]:
-        """Tokens below `limit` that (sampler, position) pairs choose from these rows of the last `forward`'s logits; -1
-        of logits that are not finite."""
+    def choose(
+        self, samplers: Sequence[tuple[Sampler, int]], limit: int, storage: "PageStorage", rows: Sequence[int]
+    ) -> list[int]:
+        """Tokens below `limit` that (sampler, position) pairs choose from these rows of the logits of the last `forward`
+        over these pages; -1 of logits that are not finite."""
         ...
 
 
@@ -62,7 +64,7 @@ def pick(engine: "Engine", logits: np.ndarray, position: int, sampler: Sampler) 
     """
     if engine.chooser is None or not sampler.temperature:
         return sampler.choose(logits, position, engine.vocab)
-    (token,) = engine.chooser.choose([(sampler, position)], engine.vocab, [0])
+    (token,) = engine.chooser.choose([(sampler, position)], engine.vocab, engine.storage, [0])
     if token < 0:
         raise not_finite(position)
     return token

@@ -5,6 +5,7 @@ float32 as tokens.
 """
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -89,7 +90,9 @@ def test_every_way_gives_the_same_bytes(shape: str, form: str, device: torch.dev
         one, found = tokens[-1], []
         for at in range(n - 1, n - 1 + more):
             (logits,) = engine.evaluate([Span(tables[1], at, [one], "last")])
-            one = int(logits.argmax()) if sampler is GREEDY else decoder.choose([(sampler, at)], decoder.vocab)[0]
+            one = int(logits.argmax())
+            if sampler is not GREEDY:
+                one = decoder.choose([(sampler, at)], decoder.vocab, engine.storage)[0]
             found.append(one)
         got = ahead.decode([Step(tokens[-1], n - 1, tables[0], sampler)], more)
         assert got[:, 0].tolist() == found
@@ -104,3 +107,33 @@ def test_every_way_gives_the_same_bytes(shape: str, form: str, device: torch.dev
     same(_kv(engine, tables[2], n), rows)
     (logits,) = engine.evaluate([Span(tables[2], n - 1, tokens[-1:], "last")])
     same(logits, whole[-1])
+
+
+def test_engines_of_one_model_in_threads(device: torch.device, big: bool) -> None:
+    """Two engines of one decoder, each in a thread of its own, as runtimes have them: what each would give alone."""
+    first = _engine("270m", "q8", device, big, 24)
+    second = Engine(first.decoder, pages=24)
+    if device.type == "cpu":
+        second.storage = PageStorage(
+            first.storage.spec, first.decoder.kv_heads, first.decoder.head_dim, 24, form=TokenMajor(device)
+        )
+    counts = (40, 9, 300, 1) if big else (3, 1)
+    decoder = first.decoder
+    assert isinstance(decoder, DeviceTransformer)
+    sampler = Sampler(temperature=0.8, seed=7)
+
+    def run(engine: Engine, seed: int) -> tuple[list[np.ndarray], list[int]]:
+        logits, chosen = list[np.ndarray](), list[int]()
+        for count in counts:
+            tokens = [int(t) for t in np.random.default_rng(seed + count).integers(0, 256, count)]
+            logits += engine.evaluate([Span(range(20), 0, tokens, "last")])
+            chosen += decoder.choose([(sampler, count)], decoder.vocab, engine.storage)
+        return logits, chosen
+
+    alone = [run(engine, seed) for seed, engine in enumerate((first, second))]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(20 if big else 1):
+            together = list(threads.map(run, (first, second), (0, 1)))
+            for (mine, chosen), (theirs, others) in zip(together, alone, strict=True):
+                assert chosen == others
+                assert all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))

@@ -8,6 +8,7 @@ sampling; what a step does for a lane depends on neither.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 from typing import Any, Protocol
 from weakref import ref
 
@@ -18,10 +19,14 @@ from torch import Tensor
 from numem.errors import CapacityError
 from numem.identity.chain import PAGE_TOKENS
 from numem.runtime.device.state import LaneState, Step
+from numem.runtime.device.streams import turn
 from numem.runtime.paging.pages import PageStorage
 
 HISTORY = 256  # steps of one call at most
 PIECE = 4  # steps after which the host may read: while it takes their tokens, the device goes on
+
+
+_capture = Lock()  # torch records one graph at a time in a process
 
 
 class Stepper(Protocol):
@@ -51,6 +56,7 @@ class DecodeGraphs:
         self._states: dict[int, tuple[LaneState, Tensor, Tensor]] = {}
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def decode(self, items: Sequence[Step], steps: int) -> np.ndarray:
         """Decode `steps` tokens of every lane; keys and values of positions [position, position + steps) are written.
@@ -69,19 +75,20 @@ class DecodeGraphs:
         longest = max(step.position for step in items) + steps
         tiles = _round(-(-longest // self._decoder.tile))
         sampled = any(step.sampler.temperature > 0 for step in items)
-        run = self._runner(lanes, tiles, sampled)
-        state.load(items)
         cuda = self._decoder.device.type == "cuda"
         done: list[tuple[int, int, torch.cuda.Event | None]] = []
-        for a in range(0, steps, PIECE):
-            b = min(a + PIECE, steps)
-            for _ in range(a, b):
-                run()
-            host[a:b].copy_(history[a:b], non_blocking=True)
-            event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
-            if event is not None:
-                event.record(torch.cuda.current_stream(self._decoder.device))
-            done.append((a, b, event))
+        with turn(self._decoder.device):
+            run = self._runner(lanes, tiles, sampled)
+            state.load(items)
+            for a in range(0, steps, PIECE):
+                b = min(a + PIECE, steps)
+                for _ in range(a, b):
+                    run()
+                host[a:b].copy_(history[a:b], non_blocking=True)
+                event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
+                if event is not None:
+                    event.record(torch.cuda.current_stream(self._decoder.device))
+                done.append((a, b, event))
         for a, b, event in done:
             if event is not None:
                 event.synchronize()
@@ -114,12 +121,16 @@ class DecodeGraphs:
         if graph is None:
             # Idle lanes touch no page: once to compile and size the buffers, then to record.
             state.clear()
-            with torch.cuda.device(decoder.device):
+            with _capture, torch.cuda.device(decoder.device):
                 step()
                 torch.cuda.synchronize(decoder.device)
                 graph = torch.cuda.CUDAGraph()
+                # torch's own stream for this is one for the process, on the device that came first; and of each priority
+                # there are 32 streams in all, so that one of priority 0 may also be a side stream of some engine
+                if self._stream is None:
+                    self._stream = torch.cuda.Stream(decoder.device, priority=-1)  # type: ignore[no-untyped-call]  # as above
                 # loader and publisher threads go on with copies of their own
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     step()
             self._pool = self._pool or graph.pool()
             self._graphs[key] = graph

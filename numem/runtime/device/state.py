@@ -95,7 +95,7 @@ class LaneState:
             self._tables[lane, : len(step.pages)] = step.pages
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device.device))
 
 
 def settings_of(samplers: Sequence[Sampler], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,10 +1,25 @@
 """Order of work on a device: side streams and events, and what stands for them where there is one order of everything."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import RLock
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+_turns: dict[torch.device, Any] = {}
+
+
+@contextmanager
+def turn(device: torch.device) -> Iterator[None]:
+    """A block in which this thread alone launches on a device, which is current in it.
+
+    Launches of one pass work in memory that all models and threads share, and must lie next to each other in the order
+    of the device.
+    """
+    with _turns.setdefault(device, RLock()), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield
 
 
 class Event(Protocol):

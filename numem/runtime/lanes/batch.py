@@ -132,7 +132,7 @@ def choose(engine: Engine, batch: Batch, asked: Iterable[tuple[int, Entry]]) -> 
                 chosen.append(error)
     if there and engine.chooser is not None:
         places, rows, samplers, positions = zip(*there, strict=True)
-        tokens = engine.chooser.choose(list(zip(samplers, positions, strict=True)), engine.vocab, rows)
+        tokens = engine.chooser.choose(list(zip(samplers, positions, strict=True)), engine.vocab, engine.storage, rows)
         for place, position, token in zip(places, positions, tokens, strict=True):
             chosen[place] = token if token >= 0 else not_finite(position)
     return chosen
