@@ -15,8 +15,12 @@ import triton.language as tl
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Python on CPU tensors (TRITON_INTERPRET=1 before the first import of triton)."""
 
-PDL_AVAILABLE: bool = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-"""Whether this device has programmatic dependent launch."""
+PDL_AVAILABLE: bool = (
+    not INTERPRETED
+    and torch.cuda.is_available()
+    and all(torch.cuda.get_device_capability(gpu)[0] >= 9 for gpu in range(torch.cuda.device_count()))
+)
+"""Whether every GPU here has programmatic dependent launch."""
 
 
 def tile_keys(head_dim: int) -> int:

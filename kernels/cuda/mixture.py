@@ -4,7 +4,7 @@
     up, down   rows of the chosen experts: a slot is a row with one of its experts
     combine    the sum of a row's slots in order of expert ids, float32, rounded to DT
 
-Few rows: a program takes the columns of one slot. Many rows: slots are sorted by expert, and a program takes a tile of
+Few rows, and a step of decoding: a program takes the columns of one slot. Many rows: slots are sorted by expert, and a program takes a tile of
 slots of one expert; how many tiles there may be follows from the shapes alone. Products are those of `walk`, so that a
 row's bits depend neither on the form nor on the other rows.
 """
@@ -194,17 +194,18 @@ def mixture(
     norm_topk: bool,
     act: str,
     scratch: Scratch,
+    sort: bool | None = None,
     pdl: bool = False,
 ) -> None:
     """y DT [M, K] = the weighted sum of the chosen experts of each row of h DT [M, K].
-
-    For more than FEW rows the order of slots is made by torch, which allocates: no graph of such a call.
 
     Args:
         router: float32 [experts, K].
         gate_up: matrices [2 F, K] of the experts, gate before up; down: [K, F].
         act: of `nl.ACTIVATIONS`.
         scratch: for at least M rows of this top_k.
+        sort: slots by expert, with memory that torch allocates, which no graph should hold; default: more than FEW rows.
+            Changes no bit.
     """
     rows, hidden = h.shape
     experts, inner = gate_up.count, down.matrix.in_features
@@ -226,7 +227,8 @@ def mixture(
         K=hidden, EP=nl.next_power_of_2(experts), TOP=top_k, NORM=norm_topk, EACH=EACH, BLOCK=BLOCK, num_warps=4,
         **nl.EXACT, **nl.launch(pdl),
     )  # fmt: skip
-    plan = None if rows <= FEW else sorted_slots(ids, experts)
+    sort = rows > FEW if sort is None else sort
+    plan = sorted_slots(ids, experts) if sort else None
     _experts(gate_up.matrix, h, ids, plan, scratch.inner, inner, experts, top_k, act, pdl)
     _experts(down.matrix, scratch.inner, ids, plan, scratch.outer, hidden, experts, 1, None, pdl)
     block = min(1024, nl.next_power_of_2(hidden))

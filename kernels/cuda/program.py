@@ -367,7 +367,8 @@ class DeviceProgram:
         mixture.mixture(
             buffers.h[:rows], each.router, each.gate_up, each.down, buffers.y[:rows],
             top_k=each.top_k, norm_topk=each.norm_topk, act=each.act,
-            scratch=self._slots_of(each, buffers.rows if call.decode else rows, call.decode), pdl=call.pdl,
+            scratch=self._slots_of(each, buffers.rows if call.decode else rows, call.decode),
+            sort=False if call.decode else None, pdl=call.pdl,
         )  # fmt: skip
 
     def _join(self, normed: NormOf, turn: Turn, buffers: Buffers, rows: int, pdl: bool) -> None:
