@@ -4,9 +4,9 @@
     up, down   rows of the chosen experts: a slot is a row with one of its experts
     combine    the sum of a row's slots in order of expert ids, float32, rounded to DT
 
-Few rows, and a step of decoding: a program takes the columns of one slot. Many rows: slots are sorted by expert, and a program takes a tile of
-slots of one expert; how many tiles there may be follows from the shapes alone. Products are those of `walk`, so that a
-row's bits depend neither on the form nor on the other rows.
+Few rows, and a step of decoding: a program takes the columns of one slot. Many rows: slots are sorted by expert, and a
+program takes a tile of slots of one expert; how many tiles there may be follows from the shapes alone. Products are those
+of `walk`, so that a row's bits depend neither on the form nor on the other rows.
 """
 
 from dataclasses import dataclass
