@@ -91,10 +91,10 @@ def decode_kernel(
     EACH: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr, AHEAD: tl.constexpr, DT: tl.constexpr,
     WORD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    nl.begin(PDL)
     kv_head = tl.program_id(0)
     lane = tl.program_id(2).to(tl.int64)
-    # The launch before this one writes qkv and nothing else that is read here: what came before it has ended, so that
-    # older keys and values may be on their way already.
+    # Of what is read here, the launches before this one write qkv alone: older keys and values may be on their way already.
     position = tl.load(positions + lane)
     low = 0
     if WINDOW > 0:
@@ -137,7 +137,6 @@ def decode_kernel(
             k = tl.load(k_pages + at[:, None] + d[None, :], mask=both, other=0.0)
             v = tl.load(v_pages + at[:, None] + d[None, :], mask=both, other=0.0)
         nl.wait(PDL)
-        nl.ready(PDL)
         x = head_rows(row + column[:, None] * D, (g <= GROUP)[:, None], w, w_partner, c, s, eps, D, DP, W, NORM, DT)
         if last < end:
             v_new = tl.load(row + (HEADS + KV + kv_head) * D + d, mask=wide, other=0.0)
@@ -187,7 +186,6 @@ def decode_kernel(
                 tl.store(ended + lane * KV + kv_head, 0)
     else:
         nl.wait(PDL)
-        nl.ready(PDL)
 
 
 def decode(

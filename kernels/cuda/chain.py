@@ -47,6 +47,7 @@ def chain_kernel(
     BIAS: tl.constexpr, ACT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr,
     DT: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    nl.begin(PDL)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     n = tl.minimum(column, N - 1)
     m = tl.program_id(1) * L + tl.arange(0, L)
@@ -57,7 +58,6 @@ def chain_kernel(
         if ACT != 0:
             prefetch(w, n + N, K, 4 * BK, BITS)
     nl.wait(PDL)
-    nl.ready(PDL)
     acc = tl.zeros([BN, L], tl.float32)
     acc2 = tl.zeros([BN, L], tl.float32)
     for at in tl.range(0, K, BK, num_stages=STAGES):

@@ -15,10 +15,10 @@ def embed_kernel(
     K: tl.constexpr, KP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr,
     DT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    nl.begin(PDL)
     i = tl.arange(0, KP)
     inside = i < K
     nl.wait(PDL)
-    nl.ready(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     if BITS == 16:

@@ -9,11 +9,11 @@ from numem.kernels.cuda.language import jit
 
 @jit
 def gate_kernel(gate_up, out, F, BLOCK: tl.constexpr, ACT: tl.constexpr, DT: tl.constexpr, PDL: tl.constexpr):
+    nl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < F
     nl.wait(PDL)
-    nl.ready(PDL)
     gate = tl.load(gate_up + row * 2 * F + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * F + i, (nl.act(gate, ACT) * up).to(DT), mask=inside)

@@ -70,6 +70,7 @@ def head_kernel(
     BIAS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    nl.begin(PDL)
     # tiles of rows are next to each other, so that all but one find their weights in the cache
     m = tl.program_id(0) * L + tl.arange(0, L)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -78,7 +79,6 @@ def head_kernel(
     if PDL and K >= 512:
         prefetch(w, n, K, 512, BITS)  # while the kernel before ends: what the walk loads first
     nl.wait(PDL)
-    nl.ready(PDL)
     result = walk.walk(h, m, inside, w, scales, mins, n, K, SEGMENT, L, BN, BK, STAGES, BITS, ZERO, MINS, DT, PRECISION)
     if BIAS:
         result += tl.load(bias + n)[:, None]
@@ -92,10 +92,10 @@ def head_kernel(
 
 @jit
 def block_words_kernel(logits, words, V, limit, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    nl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     nl.wait(PDL)
-    nl.ready(PDL)
     v = tl.load(logits + row * V + i, mask=i < limit, other=float("-inf"))
     tl.store(words + row * tl.num_programs(1) + tl.program_id(1), tl.max(words_of_values(v, i, limit), 0))
 
@@ -109,9 +109,9 @@ def largest_word(words, row, parts, BLOCK: tl.constexpr):
 
 @jit
 def finish_kernel(logits, words, index, value, V, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    nl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     nl.wait(PDL)
-    nl.ready(PDL)
     best = id_of(largest_word(words, row, parts, BLOCK))
     tl.store(index + row, best)
     tl.store(value + row, tl.load(logits + row * V + best))

@@ -1,8 +1,8 @@
 """What kernels in Triton share: the compiler's entry, and programmatic dependent launch.
 
-A kernel that is launched with the dependent attribute may start while the one before it still runs: it may read weights,
-which nobody writes, and must `wait` before it touches anything that another kernel of the step wrote. `ready` lets the
-kernel after it start likewise.
+A kernel that is launched with the dependent attribute may start while those before it still run, several of them: what it
+reads before `wait`, no kernel of a step may write but the last one (weights, positions, tables, keys and values of earlier
+steps). Every kernel waits, so that when a wait is over all that came before has ended.
 """
 
 from collections.abc import Callable
@@ -50,18 +50,24 @@ def jit(kernel: Callable[..., Any]) -> Any:
     return triton.jit(kernel)
 
 
+EARLY = tl.constexpr(True)
+"""Whether a kernel lets the next one start when it starts itself, else when its wait is over."""
+
+
+@jit
+def begin(PDL: tl.constexpr):
+    """First thing in a kernel: when all its programs have said so, the next kernel may start."""
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 @jit
 def wait(PDL: tl.constexpr):
     """Until every kernel before this one has ended and its writes are seen."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-@jit
-def ready(PDL: tl.constexpr):
-    """Let the next kernel start when all programs have said so."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 def launch(pdl: bool) -> dict[str, Any]:

@@ -63,11 +63,11 @@ def merge_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Columns C of one head of a lane, where many tiles of few lanes would keep one program too long."""
+    nl.begin(PDL)
     head = tl.program_id(0)
     d = tl.program_id(1) * C + tl.arange(0, C)
     lane = tl.program_id(2).to(tl.int64)
     nl.wait(PDL)
-    nl.ready(PDL)
     position = tl.load(positions + lane)
     if position >= 0:
         low = 0

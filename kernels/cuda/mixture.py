@@ -73,13 +73,13 @@ def route_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs of a row take EACH experts; the one that ends last chooses."""
+    nl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     some = tl.program_id(1) * EACH + tl.arange(0, EACH)
     real = some < E
     if PDL and K >= 512:
         prefetch(router, tl.minimum(some, E - 1), K, 512, 16)  # while the kernel before ends
     nl.wait(PDL)
-    nl.ready(PDL)
     acc = tl.zeros([EACH, BLOCK], tl.float32)
     for at in range(0, K, BLOCK):
         k = at + tl.arange(0, BLOCK)
@@ -131,11 +131,11 @@ def expert_kernel(
     ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [slots, N] of rows slot // PER of h; with ACT an expert is [gate | up], and out the gated half."""
+    nl.begin(PDL)
     tile = tl.program_id(0)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     lane = tl.arange(0, L)
     nl.wait(PDL)
-    nl.ready(PDL)
     if SORTED:
         e = tl.arange(0, EP)
         first = tl.load(starts + e, mask=e < E, other=0)
@@ -171,10 +171,10 @@ def expert_kernel(
 
 @jit
 def combine_kernel(outer, weights, y, K, TOP: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr, PDL: tl.constexpr):
+    nl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     nl.wait(PDL)
-    nl.ready(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP):
         slot = row * TOP + j

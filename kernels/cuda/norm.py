@@ -29,6 +29,7 @@ def add_norm_kernel(
     D: tl.constexpr, DP: tl.constexpr, JOIN: tl.constexpr, POST: tl.constexpr, NORM: tl.constexpr,
     DT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    nl.begin(PDL)
     row = tl.program_id(0).to(tl.int64) * D
     i = tl.arange(0, DP)
     inside = i < D
@@ -38,7 +39,6 @@ def add_norm_kernel(
     if POST:
         p = offset + tl.load(post + i, mask=inside, other=0.0)
     nl.wait(PDL)
-    nl.ready(PDL)
     v = tl.load(x + row + i, mask=inside, other=0.0)
     if JOIN:
         b = tl.load(y + row + i, mask=inside, other=0.0).to(tl.float32)

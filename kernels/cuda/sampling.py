@@ -146,10 +146,10 @@ def round_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A round of a search; ROUND is 0, 1 or 2 for all later ones."""
+    nl.begin(PDL)
     r = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     nl.wait(PDL)
-    nl.ready(PDL)
     temperature, k, p, top, some, share, _ = of_row(words, temperatures, top_ks, top_ps, r, limit, parts, PARTS)
     active = some
     if MASS:
@@ -202,10 +202,10 @@ def equals_kernel(
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What is kept, and how many logits of a block equal the least of it."""
+    nl.begin(PDL)
     r = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     nl.wait(PDL)
-    nl.ready(PDL)
     temperature, k, p, top, some, share, _ = of_row(words, temperatures, top_ks, top_ps, r, limit, parts, PARTS)
     none = k * 0
     key, ties = none + LEAST, none
@@ -232,11 +232,11 @@ def score_kernel(
     logits, words, temperatures, top_ks, top_ps, seeds, positions, keys, all_ties, equals, scores, V, limit, parts,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    nl.begin(PDL)
     r = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     i = part * BLOCK + tl.arange(0, BLOCK)
     nl.wait(PDL)
-    nl.ready(PDL)
     temperature, _, _, top, _, _, warm = of_row(words, temperatures, top_ks, top_ps, r, limit, parts, PARTS)
     if warm:
         v = tl.load(logits + r * V + i, mask=i < limit, other=float("-inf"))
@@ -254,9 +254,9 @@ def score_kernel(
 
 @jit
 def choose_kernel(words, temperatures, scores, out, parts, PARTS: tl.constexpr, PDL: tl.constexpr):
+    nl.begin(PDL)
     r = tl.program_id(0).to(tl.int64)
     nl.wait(PDL)
-    nl.ready(PDL)
     word = largest_word(words, r, parts, PARTS)
     chosen = id_of(word)
     if tl.load(temperatures + r) > 0:

@@ -75,6 +75,7 @@ def few_rows_kernel(
     OUT: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    nl.begin(PDL)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     n = tl.minimum(column, N - 1)  # columns past the end repeat the last one
     m = tl.program_id(1) * L + tl.arange(0, L)
@@ -117,7 +118,6 @@ def few_rows_kernel(
         if ACT != 0:
             dense2 = dense2 + (unpacked(words2[c], scale2[c], low2[c], ZERO, 8, BN, BITS, MINS, DT),)
     nl.wait(PDL)
-    nl.ready(PDL)
     # All of x and its branch that the product needs is asked for before the sums that it waits for.
     xs, ys = (), ()
     for c in tl.static_range(C):

@@ -15,10 +15,10 @@ _arrived: dict[torch.device, Tensor] = {}
 def advance_kernel(
     index, value, tokens, positions, history, counter, lanes, steps, LANES: tl.constexpr, PDL: tl.constexpr
 ):
+    nl.begin(PDL)
     lane = tl.arange(0, LANES)
     inside = lane < lanes
     nl.wait(PDL)
-    nl.ready(PDL)
     position = tl.load(positions + lane, mask=inside, other=-1)
     active = inside & (position >= 0)
     chosen = tl.load(index + lane, mask=active, other=-1)
@@ -36,9 +36,9 @@ def advance_kernel(
 def finish_greedy_kernel(
     words, tokens, positions, history, counter, arrived, parts, lanes, steps, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    nl.begin(PDL)
     lane = tl.program_id(0)
     nl.wait(PDL)
-    nl.ready(PDL)
     position = tl.load(positions + lane)
     at = tl.load(counter)
     chosen = position * 0 - 1

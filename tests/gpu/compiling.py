@@ -46,7 +46,6 @@ class Compiler:
 
     def __init__(self) -> None:
         self.compiled: dict[tuple[str, str], Any] = {}
-        self.launches = 0
         self.layouts: dict[str, str] = {}
         self._launch = JITFunction.run
 
@@ -55,15 +54,14 @@ class Compiler:
         compiler = self
 
         def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            compiler.launches += 1
             kernel = compiler._launch(function, *args, grid=grid, warmup=True, **options)
-            compiler._note(function.__name__, kernel)
+            compiler._note(function.__name__, kernel, dependent=options.get("PDL", False))
             return kernel
 
         JITFunction.run = run
         language.PDL_AVAILABLE = True
 
-    def _note(self, name: str, kernel: Any) -> None:
+    def _note(self, name: str, kernel: Any, *, dependent: bool) -> None:
         if (name, kernel.hash) in self.compiled:
             return
         self.compiled[name, kernel.hash] = kernel
@@ -71,7 +69,15 @@ class Compiler:
         if not kernel.asm["cubin"] or shared > SHARED_MEMORY:
             raise SystemExit(f"{name}: {shared} bytes of shared memory, {len(kernel.asm['cubin'])} bytes of code")
         self._same_sums(name, kernel.asm["ttgir"])
+        if dependent:
+            self._waits(name, kernel.asm["ptx"])
         print(f"{name}: {kernel.metadata.num_warps} warps, {shared} bytes shared", flush=True)
+
+    def _waits(self, name: str, code: str) -> None:
+        """A kernel that may start early lets the next one start and waits, in this order, before it writes anything."""
+        start, wait = code.find("griddepcontrol.launch_dependents"), code.find("griddepcontrol.wait")
+        if not 0 <= start < wait or re.search(r"\b(st\.global|atom|red)\b", code[:wait]):
+            raise SystemExit(f"{name}: starts the next kernel at {start}, waits at {wait}, or writes before that")
 
     def _same_sums(self, name: str, code: str) -> None:
         """A sum over a whole row runs in the order of the layout that the compiler gave the row: it must be one for each
