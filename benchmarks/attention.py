@@ -47,6 +47,7 @@ def run(bench: Bench, ceilings: Ceilings) -> None:
     bench.warm += [
         "pages resident in the same HND layout for both; one layer; 256 MiB read before each run, outside its time",
         "ours also rotates q and k and writes the new row's page; FlashInfer's plan is made before, outside its time",
+        "each call a CUDA graph of its own on both sides, so that no launch waits for the host",
         "'chain' is a layer of a CUDA graph over several layers' pages that together exceed the L2 cache",
     ]
     shapes = TINY if bench.dry else SHAPES
@@ -118,7 +119,7 @@ def _measure(bench: Bench, ceilings: Ceilings, name: str, shape: Shape, peer: An
     case.ours()
     mine, wanted = case.out[0].float(), case.reference()
     apart = float((mine - wanted).norm() / wanted.norm())
-    ours = Stat.of(times(case.ours, repeats, before=flush))
+    ours = Stat.of(times(graphed(bench, case.ours), repeats, before=flush))
     chain = _chain(bench, case, lambda layer: case.ours(layer, pdl=True))
     bench.add(
         f"{name} ours", us=ours, share_of_copy=ours.rate(shape.bytes / 1e3) / ceilings.copy, chain_us=chain,
@@ -129,7 +130,8 @@ def _measure(bench: Bench, ceilings: Ceilings, name: str, shape: Shape, peer: An
             bench.attempt(
                 f"{warps} warps",
                 lambda w=warps: bench.add(
-                    f"  {w} warps", us=Stat.of(times(lambda: case.ours(warps=w), repeats, before=flush))
+                    f"  {w} warps",
+                    us=Stat.of(times(graphed(bench, lambda: case.ours(warps=w)), repeats, before=flush)),
                 ),
             )
     if peer is None:
@@ -148,7 +150,8 @@ def _measure(bench: Bench, ceilings: Ceilings, name: str, shape: Shape, peer: An
         q, out = case.q, torch.full_like(case.q, float("nan"))
         call(q, case.k[0], case.v[0], out)
         theirs = out[0].flatten().float()
-        stat = Stat.of(times(lambda c=call, q=q, out=out: c(q, case.k[0], case.v[0], out), repeats, before=flush))
+        alone = graphed(bench, lambda c=call, q=q, out=out: c(q, case.k[0], case.v[0], out))
+        stat = Stat.of(times(alone, repeats, before=flush))
         chained = _chain(bench, case, lambda layer, c=call, q=q, out=out: c(q, case.k[layer], case.v[layer], out))
         bench.add(
             f"{name} FlashInfer{', tensor cores' if cores else ''}", us=stat,

@@ -11,7 +11,7 @@ CHAIN = 200  # kernels of the graph that measures the gap
 
 @nl.jit
 def empty_kernel(x, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     nl.wait(PDL)
     tl.store(x, tl.load(x) + 1)
 

@@ -162,15 +162,17 @@ def _read_and_restore(
 
     def restore(pool: ThreadPoolExecutor) -> None:
         after = transfers.fence()
-        # fewer reads ahead than slots, so that none waits for a slot that a later chunk holds
-        waiting = [pool.submit(one, at) for at in range(min(READERS, count))]
+        # one more than readers, so that none idles while a chunk is sent; fewer than slots, so that none waits for a slot
+        # that a later chunk holds
+        ahead = READERS + 1
+        waiting = [pool.submit(one, at) for at in range(min(ahead, count))]
         for turn in range(count):
             at, slot, memory = waiting[turn].result()
             rows = memory.view(dtype).view(shape)
             done = transfers.upload([rows], slot, table, at * CHUNK_TOKENS, [None], after=after)
             transfers.join(done)
-            if turn + READERS < count:
-                waiting.append(pool.submit(one, turn + READERS))
+            if turn + ahead < count:
+                waiting.append(pool.submit(one, turn + ahead))
 
     with ThreadPoolExecutor(READERS) as pool:
         for state in ("warm", "dropped"):

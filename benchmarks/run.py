@@ -28,7 +28,6 @@ def main() -> int:
     parser.add_argument("--dir", default="/tmp", help="folder on the disk that `restore` and `publish` use")
     parser.add_argument("--models", default=None, help="folder with the GGUF files of `anchors`, whole or in parts")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a step in `decode`")
-    parser.add_argument("--late", action="store_true", help="kernels let the next one start when their wait is over")
     parser.add_argument("--trace", action="store_true", help="print the traceback of a row that fails")
     args = parser.parse_args()
     if args.dry:
@@ -39,12 +38,9 @@ def main() -> int:
 
     from benchmarks.ceilings import measure
     from benchmarks.common import Bench, release
-    from numem.kernels.cuda import language
 
     if not args.dry and not torch.cuda.is_available():
         parser.error("there is no GPU here; --dry tries the scripts on the CPU")
-    if args.late:
-        language.EARLY = language.tl.constexpr(False)  # before anything is compiled
     torch.manual_seed(1)
     torch.set_grad_enabled(False)
     if args.dry:
@@ -55,7 +51,6 @@ def main() -> int:
         began = time.perf_counter()
         print(f"== {name}", flush=True)
         bench = Bench(name, args.dry, args)
-        bench.warm += ["late starts"] * args.late
         if ceilings is None:
             ceilings = bench.attempt("ceilings", lambda bench=bench: measure(bench))
         if ceilings is not None:

@@ -4,7 +4,7 @@ Keys are walked in tiles of 128, or 64 where heads are wide, at absolute multipl
 (of soft-capped s: u = log2 e), m = u max(s), p = 2^(u s - m), the exponent one fused step, rounded to DT, l = sum of the
 rounded p and a = p V, both by the tensor core (so that neither depends on how warps share the keys). Tiles are merged in order (`numem.kernels.cuda.merging`). Programs compute tiles of a lane side by side;
 the one that ends last merges them, so what it computes does not depend on which that is; where tiles are many and lanes
-few, a second launch merges by columns. The form for many rows, `numem.kernels.cuda.attention_prefill`, does the same one
+few, a second launch merges by columns; where both are few, the product that follows does. The form for many rows, `numem.kernels.cuda.attention_prefill`, does the same one
 tile after another.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from numem.errors import InputError
 from numem.kernels.cuda import language as nl
 from numem.kernels.cuda.language import jit
-from numem.kernels.cuda.merging import AHEAD, end_tile, first_column, merge_kernel, merge_tiles
+from numem.kernels.cuda.merging import AHEAD, Parts, end_tile, first_column, merge_kernel, merge_tiles
 from numem.kernels.cuda.rotary import HeadNorms, angles, check_heads, head_rows, partner
 
 GROUP_LIMIT = 31
@@ -27,11 +27,10 @@ GROUP_LIMIT = 31
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Where tiles leave their results: float32 m, l [lanes, heads, tiles] and a [lanes, heads, tiles, head_dim], and how
-    many programs of a lane and key head have ended, int32 [lanes * heads], zero between calls."""
+    """Where tiles leave their results: float32 ml [lanes, heads, tiles, 2], m and l, and a [lanes, heads, tiles, head_dim],
+    and how many programs of a lane and key head have ended, int32 [lanes * heads], zero between calls."""
 
-    m: Tensor
-    l: Tensor
+    ml: Tensor
     a: Tensor
     count: Tensor
     tiles: int
@@ -43,13 +42,18 @@ class Scratch:
 
         rows = lanes * heads * tiles
         count = torch.zeros(lanes * heads, dtype=torch.int32, device=device)
-        return cls(new(rows), new(rows), new(rows, head_dim), count, tiles)
+        return cls(new(rows, 2), new(rows, head_dim), count, tiles)
 
 
 @jit
 def scores(q, k, scale, cap, CAP: tl.constexpr, PRECISION: tl.constexpr):
     """q k^T, or that scaled and soft-capped; [rows, keys]."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    return capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, CAP)
+
+
+@jit
+def capped(s, scale, cap, CAP: tl.constexpr):
+    """Products of queries and keys as `scores`."""
     if CAP:
         s = nl.softcap(s * scale, cap)
     return s
@@ -75,23 +79,23 @@ def weigh(s, v, unit, KEYS: tl.constexpr, DT: tl.constexpr, PRECISION: tl.conste
 
 
 @jit
-def row_of(x, at, R: tl.constexpr, WORD: tl.constexpr):
-    """Row `at` of [R, C], as bits, so that it stays what it is: [C]."""
-    words = tl.where((tl.arange(0, R) == at)[:, None], x.to(WORD, bitcast=True), 0)
-    return tl.sum(words, 0).to(WORD).to(x.dtype, bitcast=True)
+def column_of(x, at, C: tl.constexpr):
+    """Column `at` of float32 [R, C], as bits, so that it stays what it is: [R]."""
+    words = tl.where((tl.arange(0, C) == at)[None, :], x.to(tl.int32, bitcast=True), 0)
+    return tl.sum(words, 1).to(tl.float32, bitcast=True)
 
 
 # Lengths of tables are not compiled in: no step waits for a compiler because its longest lane has grown.
 @triton.jit(do_not_specialize=["width", "tiles"])
 def decode_kernel(
-    qkv, q_norm, k_norm, cos, sin, k_pages, v_pages, tables, positions, out, part_m, part_l, part_a, ended,
+    qkv, q_norm, k_norm, cos, sin, k_pages, v_pages, tables, positions, out, part_ml, part_a, ended,
     width, tiles, eps, offset, scale, cap,
     HEADS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GH: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    EACH: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr, AHEAD: tl.constexpr, DT: tl.constexpr,
-    WORD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    EACH: tl.constexpr, STAGES: tl.constexpr, LEAVE: tl.constexpr, AHEAD: tl.constexpr, DT: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     kv_head = tl.program_id(0)
     lane = tl.program_id(2).to(tl.int64)
     # Of what is read here, the launches before this one write qkv alone: older keys and values may be on their way already.
@@ -121,44 +125,48 @@ def decode_kernel(
             w = offset + tl.where(is_query, w_q[None, :], w_k[None, :])
             w_q, w_k = tl.load(q_norm + other, mask=wide, other=0.0), tl.load(k_norm + other, mask=wide, other=0.0)
             w_partner = offset + tl.where(is_query, w_q[None, :], w_k[None, :])
-        c, s = angles(cos, position, d[None, :], W, 1.0), angles(sin, position, d[None, :], W, 0.0)
+        every = d[None, :] + g[:, None] * 0  # in the layout of the rows, so that nothing is exchanged between threads
+        c, s = angles(cos, position, every, W, 1.0), angles(sin, position, every, W, 0.0)
         own = (tl.load(table + position // 16).to(tl.int64) * KV + kv_head) * (16 * D) + position % 16 * D
         i = tl.arange(0, M) % GP  # row of the product
         part = (lane * HEADS + kv_head * GROUP + i) * tiles - first
         rows = tl.arange(0, M) < GROUP
         if EACH == 1:
-            # one tile, in registers, on its way before the launch before has ended; the own row is put in from there
+            # one tile, on its way before the launch before has ended; the own row is put in after that
             key = begin * TILE + j
-            seen = (key <= position) & (key >= low)
-            old = seen & (key < position)
-            page = tl.load(table + key // 16, mask=old, other=0).to(tl.int64)
-            at = (page * KV + kv_head) * (16 * D) + (key % 16) * D
-            both = old[:, None] & wide[None, :]
-            k = tl.load(k_pages + at[:, None] + d[None, :], mask=both, other=0.0)
-            v = tl.load(v_pages + at[:, None] + d[None, :], mask=both, other=0.0)
+            seen, mine = (key <= position) & (key >= low), key == position
+            page = tl.load(table + key // 16, mask=seen, other=0).to(tl.int64)
+            at = ((page * KV + kv_head) * (16 * D) + (key % 16) * D)[:, None] + d[None, :]
+            both = (seen & (key < position))[:, None] & wide[None, :]
+            k = tl.load(k_pages + at, mask=both, other=0.0)
+            v = tl.load(v_pages + at, mask=both, other=0.0)
         nl.wait(PDL)
         x = head_rows(row + column[:, None] * D, (g <= GROUP)[:, None], w, w_partner, c, s, eps, D, DP, W, NORM, DT)
+        if EACH == 1:
+            here = mine[:, None] & wide[None, :]
+            v = tl.load(row + (HEADS + KV + kv_head) * D + d[None, :] + j[:, None] * 0, mask=here, other=v)
+            tl.store(v_pages + at, v, mask=here)
         if last < end:
-            v_new = tl.load(row + (HEADS + KV + kv_head) * D + d, mask=wide, other=0.0)
-            tl.store(k_pages + own + d[None, :] + g[:, None] * 0, x, mask=(g == GROUP)[:, None] & wide[None, :])
-            tl.store(v_pages + own + d, v_new, mask=wide)
-            if EACH == 1:
-                mine = (key == position)[:, None]
-                k = tl.where(mine, row_of(x, GROUP, GP, WORD)[None, :], k)
-                v = tl.where(mine, v_new[None, :], v)
-            else:
+            tl.store(k_pages + own + every, x, mask=(g == GROUP)[:, None] & wide[None, :])
+            if EACH > 1:
+                v_new = tl.load(row + (HEADS + KV + kv_head) * D + d, mask=wide, other=0.0)
+                tl.store(v_pages + own + d, v_new, mask=wide)
                 tl.debug_barrier()  # this program reads them again
         q = x
         if GP < 16:
             q = tl.broadcast_to(x[None, :, :], [16 // GP, GP, DP]).reshape([16, DP])
         if EACH == 1:
-            e = scores(q, k, scale, cap, CAP, PRECISION)
+            # the new key lies in a row of q: its scores come from a product of their own, so that the tile of older keys
+            # need not wait for it
+            e = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            e_new = column_of(tl.dot(q, tl.trans(q), input_precision=PRECISION), GROUP, M)
+            e = capped(tl.where(mine[None, :], e_new[:, None], e), scale, cap, CAP)
             m, l16, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, unit, TILE, DT, PRECISION)
-            if first == last:
+            if LEAVE or first < last:
+                end_tile(m, l16, a, part_ml, part_a, part + begin, rows, D, DP)
+            else:
                 to = out + lane * (HEADS * D) + (kv_head * GROUP + i)[:, None] * D + d[None, :]
                 tl.store(to, (a / first_column(l16)[:, None]).to(DT), mask=rows[:, None] & wide[None, :])
-            else:
-                end_tile(m, l16, a, part_m, part_l, part_a, part + begin, rows, D, DP)
         else:
             for tile in tl.range(begin, end, num_stages=STAGES):
                 key = tile * TILE + j
@@ -170,8 +178,8 @@ def decode_kernel(
                 v = tl.load(v_pages + at[:, None] + d[None, :], mask=both, other=0.0)
                 e = scores(q, k, scale, cap, CAP, PRECISION)
                 m, l16, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, unit, TILE, DT, PRECISION)
-                end_tile(m, l16, a, part_m, part_l, part_a, part + tile, rows, D, DP)
-        if not APART and ((EACH > 1) | (first < last)):
+                end_tile(m, l16, a, part_ml, part_a, part + tile, rows, D, DP)
+        if not LEAVE and ((EACH > 1) | (first < last)):
             tl.debug_barrier()
             others = tl.atomic_add(ended + lane * KV + kv_head, 1, sem="acq_rel")
             if others == (last - first) // EACH:
@@ -180,7 +188,7 @@ def decode_kernel(
                 head = kv_head * GROUP + tl.minimum(h, GROUP - 1)
                 to = out + lane * (HEADS * D) + head[:, None] * D + d[None, :]
                 merge_tiles(
-                    to, part_m, part_l, part_a, (lane * HEADS + head) * tiles, d,
+                    to, part_ml, part_a, (lane * HEADS + head) * tiles, d,
                     (h < GROUP)[:, None] & wide[None, :], last - first + 1, GH, DP, D, AHEAD, DT,
                 )  # fmt: skip
                 tl.store(ended + lane * KV + kv_head, 0)
@@ -209,9 +217,9 @@ def decode(
     tiles: int,
     split: tuple[int, int] | None = None,
     warps: int = 0,
-    apart: bool | None = None,
+    merge: str | None = None,
     pdl: bool = False,
-) -> None:
+) -> Parts | None:
     """Attention of row i, of lane i, over the keys [max(0, position - window + 1), position] of its lane.
 
     Args:
@@ -222,7 +230,8 @@ def decode(
         tiles: tiles of `nl.tile_keys` keys that the longest lane has, at most `scratch.tiles`.
         split: tiles of a program and stages of its loads, else by `config`; changes no bit.
         warps: of a program, 0 by `config`; changes no bit.
-        apart: whether a second launch merges the tiles, else by `config`; changes no bit.
+        merge: who merges the tiles: "last", the program that ends last; "apart", a second launch; "next", the launch that
+            takes the result: `out` is not written and what it needs is returned. Else by `config`; changes no bit.
     """
     check_heads("decode", qkv, norms, cos, sin, k_layer, v_layer, heads, kv_heads, head_dim)
     lanes, group = len(qkv), heads // kv_heads
@@ -235,42 +244,48 @@ def decode(
         or len(tables) < lanes
         or tables.dtype is not torch.int32
         or tiles > scratch.tiles
-        or len(scratch.m) < lanes * heads * scratch.tiles
+        or len(scratch.ml) < lanes * heads * scratch.tiles
     ):
         raise InputError(
             f"decode: output {tuple(out.shape)}, positions {tuple(positions.shape)}, tables {tuple(tables.shape)} and "
             f"scratch of {scratch.tiles} tiles must be of {lanes} rows and {tiles} tiles, and at most {GROUP_LIMIT} "
             f"heads (not {group}) share a key head"
         )
-    keys = nl.tile_keys(head_dim)
-    if window:
-        tiles = min(tiles, nl.cdiv(window - 1, keys) + 1)
+    keys, tiles = nl.tile_keys(head_dim), seen_tiles(tiles, window, head_dim)
     chosen = config(head_dim, group, lanes * kv_heads, tiles, qkv.element_size())
     each, stages = split or (chosen.each, chosen.stages)
-    apart = tiles > 1 and (chosen.apart if apart is None else apart)
+    merge = merge or ("apart" if chosen.apart else "last")
     dt = nl.TYPES[qkv.dtype]
     decode_kernel[(kv_heads, nl.cdiv(tiles, each), lanes)](
         qkv, cos if norms is None else norms.q, cos if norms is None else norms.k, cos, sin, k_layer, v_layer, tables,
-        positions, out, scratch.m, scratch.l, scratch.a, scratch.count, tables.shape[1], scratch.tiles,
+        positions, out, scratch.ml, scratch.a, scratch.count, tables.shape[1], scratch.tiles,
         0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset, scale, softcap,
-        HEADS=heads, KV=kv_heads, GROUP=group, GP=nl.next_power_of_2(group + 1), GH=nl.next_power_of_2(group),
+        HEADS=heads, KV=kv_heads, GROUP=group, GP=max(8, nl.next_power_of_2(group + 1)), GH=nl.next_power_of_2(group),
         D=head_dim, DP=nl.next_power_of_2(head_dim), W=cos.shape[1], NORM=norms is not None, CAP=softcap > 0,
-        WINDOW=window, TILE=keys, EACH=each, STAGES=stages, APART=apart, AHEAD=AHEAD, DT=dt,
-        WORD=tl.int16 if qkv.element_size() == 2 else tl.int32, PRECISION=nl.precision(qkv.dtype),
+        WINDOW=window, TILE=keys, EACH=each, STAGES=stages, LEAVE=merge != "last", AHEAD=AHEAD,
+        DT=dt, PRECISION=nl.precision(qkv.dtype),
         num_warps=warps or chosen.warps, **nl.EXACT, **nl.launch(pdl),
     )  # fmt: skip
-    if apart:
+    if merge == "next":
+        return Parts(scratch.ml, scratch.a, scratch.tiles, positions, heads, head_dim, window, tiles)
+    if merge == "apart":
         columns = 32
         merge_kernel[(heads, nl.cdiv(head_dim, columns), lanes)](
-            positions, out, scratch.m, scratch.l, scratch.a, scratch.tiles, HEADS=heads, D=head_dim, C=columns,
+            positions, out, scratch.ml, scratch.a, scratch.tiles, HEADS=heads, D=head_dim, C=columns,
             WINDOW=window, TILE=keys, DT=dt, num_warps=1, **nl.EXACT, **nl.launch(pdl),
         )  # fmt: skip
+    return None
+
+
+def seen_tiles(tiles: int, window: int, head_dim: int) -> int:
+    """Of a lane's tiles, how many a row sees keys of at most."""
+    return min(tiles, nl.cdiv(window - 1, nl.tile_keys(head_dim)) + 1) if window else tiles
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """How decode is cut: warps of a program, tiles it walks, stages of its loads, and whether a launch of its own merges
-    the tiles. None of it changes a bit."""
+    the tiles rather than the program that ends last. None of it changes a bit."""
 
     warps: int
     each: int

@@ -163,10 +163,11 @@ def prefill(
             f"must be [rows, {heads} x {head_dim}] and [pages, {kv_heads}, 16, {head_dim}] of one type, blocks of "
             f"{plan.rows} rows at most {rows}"
         )
-    wide = q.element_size() == 4  # no room for a second tile in shared memory
+    # how many tiles have room in shared memory; of wide heads three have, and are slower
+    fits = 1 if q.element_size() == 4 else 3 if head_dim <= 128 else 2
     prefill_kernel[(heads, len(plan.blocks))](
         q, k_layer, v_layer, tables, plan.blocks, out, tables.shape[1], scale, softcap,
         HEADS=heads, KV=kv_heads, D=head_dim, DP=nl.next_power_of_2(head_dim), BM=rows, CAP=softcap > 0, WINDOW=window,
-        TILE=nl.tile_keys(head_dim), STAGES=stages or (1 if wide else 2), DT=nl.TYPES[q.dtype], PRECISION=nl.precision(q.dtype),
+        TILE=nl.tile_keys(head_dim), STAGES=stages or fits, DT=nl.TYPES[q.dtype], PRECISION=nl.precision(q.dtype),
         num_warps=warps, **nl.EXACT,
     )  # fmt: skip

@@ -12,6 +12,8 @@ from numem.kernels.cuda.language import jit
 from numem.kernels.cuda.matrix import Matrix
 from numem.kernels.cuda.unpack import scales_of, unpacked, words_of
 
+MULTIPROCESSORS = 132  # of an H100 or H200: it decides how products are cut, and no bit
+
 
 @jit
 def weights_at(w, scales, mins, n, at, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr):  # fmt: skip
@@ -47,7 +49,6 @@ def chain_kernel(
     BIAS: tl.constexpr, ACT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr,
     DT: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    nl.begin(PDL)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     n = tl.minimum(column, N - 1)
     m = tl.program_id(1) * L + tl.arange(0, L)
@@ -68,6 +69,8 @@ def chain_kernel(
         if ACT != 0:
             b2 = weights_at(w, scales, mins, n + N, at, K, BK, BN, BITS, ZERO, MINS, DT)
             acc2 = tl.dot(b2, a, acc2, input_precision=PRECISION)
+    # not before: programs of the next kernel would lie on some multiprocessors while others have yet to take this one's
+    nl.let_next_start(PDL)
     result = nl.ended(0.0 + acc, 0.0 + acc2, bias, n, N, BIAS, ACT, DT)
     mask = inside[None, :] & (column[:, None] < N)
     tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], result.to(OUT), mask=mask)
@@ -89,7 +92,7 @@ def few_rows(
     """
     rows, width = out.shape
     lanes = 8 if rows <= 8 else 16 if rows <= 16 else 32
-    bn, bk, warps, stages = config or settings(matrix, width, act is not None)
+    bn, bk, warps, stages = config or settings(matrix, width, lanes, act is not None)
     none = out
     chain_kernel[(nl.cdiv(width, bn), nl.cdiv(rows, lanes))](
         h, matrix.weights, none if matrix.scales is None else matrix.scales,
@@ -102,10 +105,18 @@ def few_rows(
     )  # fmt: skip
 
 
-def settings(matrix: Matrix, width: int, gated: bool) -> tuple[int, int, int, int]:
-    """Columns, k, warps and stages of a program: enough programs for every multiprocessor, enough bytes under way."""
+def settings(matrix: Matrix, width: int, lanes: int, gated: bool) -> tuple[int, int, int, int]:
+    """Columns, k, warps and stages of a program: all programs of a narrow matrix at once, as many on each multiprocessor.
+
+    Two warps multiply 32 columns; more of them would only wait for each other.
+    """
     if matrix.bits != 16:
         return 32, 128, 4, 4
     if matrix.dtype.itemsize == 4:
         return 32, 128, 4, 2
-    return (16, 256, 4, 4) if width < 8192 or gated else (32, 256, 4, 4)
+    narrow = width <= 32 * MULTIPROCESSORS
+    if lanes > 8:
+        return (32, 128, 2, 3) if width >= 8192 or gated else (32 if narrow else 16, 128, 4 if narrow else 2, 6)
+    if width >= 8192 or gated:
+        return (16, 128, 2, 3) if gated else (32, 128, 4, 4)
+    return (32, 256, 2, 5) if narrow else (16, 256, 2, 6)

@@ -15,7 +15,7 @@ def embed_kernel(
     K: tl.constexpr, KP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr,
     DT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     i = tl.arange(0, KP)
     inside = i < K
     nl.wait(PDL)

@@ -9,7 +9,7 @@ from numem.kernels.cuda.language import jit
 
 @jit
 def gate_kernel(gate_up, out, F, BLOCK: tl.constexpr, ACT: tl.constexpr, DT: tl.constexpr, PDL: tl.constexpr):
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < F

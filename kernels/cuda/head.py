@@ -70,7 +70,7 @@ def head_kernel(
     BIAS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     # tiles of rows are next to each other, so that all but one find their weights in the cache
     m = tl.program_id(0) * L + tl.arange(0, L)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -92,7 +92,7 @@ def head_kernel(
 
 @jit
 def block_words_kernel(logits, words, V, limit, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     nl.wait(PDL)
@@ -109,7 +109,7 @@ def largest_word(words, row, parts, BLOCK: tl.constexpr):
 
 @jit
 def finish_kernel(logits, words, index, value, V, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     nl.wait(PDL)
     best = id_of(largest_word(words, row, parts, BLOCK))
@@ -160,9 +160,10 @@ def logits_parts(
 
 
 def settings(matrix: Matrix, rows: int) -> Config:
-    """Enough bytes under way on every multiprocessor: three programs of three tiles of weights each."""
+    """Enough bytes under way on every multiprocessor: three programs of three tiles of weights each; of packed weights,
+    more and smaller programs, as they wait for arithmetic."""
     if matrix.bits != 16:
-        return 64, 128, 4, 4
+        return 64, 128, 2, 2 if matrix.in_features < 1024 else 3
     if matrix.dtype.itemsize == 4:
         return 32, 32, 4, 2
     return 64, 128, 4, 4 if rows <= 32 else 3  # as many as leave room for a second program

@@ -50,14 +50,14 @@ def jit(kernel: Callable[..., Any]) -> Any:
     return triton.jit(kernel)
 
 
-EARLY = tl.constexpr(True)
-"""Whether a kernel lets the next one start when it starts itself, else when its wait is over."""
-
-
 @jit
-def begin(PDL: tl.constexpr):
-    """First thing in a kernel: when all its programs have said so, the next kernel may start."""
-    if PDL and EARLY:
+def let_next_start(PDL: tl.constexpr):
+    """When all programs of a kernel have said so, the next kernel may start.
+
+    First thing in a kernel, that the next one may ask for what it can; where the programs of the next one would crowd this
+    one's, when its loads are done.
+    """
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -66,8 +66,6 @@ def wait(PDL: tl.constexpr):
     """Until every kernel before this one has ended and its writes are seen."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
 
 
 def launch(pdl: bool) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def route_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs of a row take EACH experts; the one that ends last chooses."""
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     some = tl.program_id(1) * EACH + tl.arange(0, EACH)
     real = some < E
@@ -131,7 +131,7 @@ def expert_kernel(
     ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [slots, N] of rows slot // PER of h; with ACT an expert is [gate | up], and out the gated half."""
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     tile = tl.program_id(0)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     lane = tl.arange(0, L)
@@ -171,7 +171,7 @@ def expert_kernel(
 
 @jit
 def combine_kernel(outer, weights, y, K, TOP: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr, PDL: tl.constexpr):
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     nl.wait(PDL)

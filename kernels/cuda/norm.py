@@ -29,7 +29,7 @@ def add_norm_kernel(
     D: tl.constexpr, DP: tl.constexpr, JOIN: tl.constexpr, POST: tl.constexpr, NORM: tl.constexpr,
     DT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64) * D
     i = tl.arange(0, DP)
     inside = i < D

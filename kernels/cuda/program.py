@@ -23,11 +23,10 @@ from numem.kernels import operations as op
 from numem.kernels.cuda import attention, attention_prefill, embed, gate, head, linear, mixture, norm, rotary, segments
 from numem.kernels.cuda import language as nl
 from numem.kernels.cuda.matrix import Matrix, Stack
+from numem.kernels.cuda.merging import Parts
 from numem.kernels.cuda.rotary import HeadNorms
 from numem.kernels.mixture import Mixture
 from numem.kernels.program import Op, Program
-
-FUSED_ROWS = 4  # up to so many rows a product computes the norm before it, in each of its programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,15 +309,21 @@ class DeviceProgram:
         """Launch everything but the head; the last hidden state of the wanted rows, DT [R, hidden], until the next run."""
         rows = len(call.tokens)
         buffers = self.buffers(rows, call.decode)
-        for each in self.launches:
+        parts: Parts | None = None
+        for each, after in zip(self.launches, (*self.launches[1:], None), strict=True):
             if isinstance(each, Embedding):
                 embed.embed(each.table, call.tokens, buffers.x[0][:rows], each.scale, pdl=call.pdl)
             elif isinstance(each, Normed):
                 self._normed(each, buffers, rows, call)
+            elif isinstance(each, Product) and parts is not None:
+                segments.few_rows(each.matrix, buffers.y[:rows], parts=parts, pdl=call.pdl)
+                parts = None
             elif isinstance(each, Product):
                 linear.linear(buffers.of(each.source, rows), each.matrix, buffers.y[:rows], pdl=call.pdl)
             elif isinstance(each, Mixed):
                 self._mixed(each, buffers, rows, call)
+            elif isinstance(each, Attention) and call.decode:
+                parts = self._attention_of_lanes(each, after, buffers, rows, call)
             elif isinstance(each, Attention):
                 rows = self._attention(each, buffers, rows, call)
                 if not rows:
@@ -341,7 +346,7 @@ class DeviceProgram:
         matrix, out = each.matrix, buffers.of(each.out, rows)
         turn = each.turn
         # without a branch the compiler lays the row out, and so sums its squares, otherwise than `norm.add_norm`
-        if segments.serves(matrix) and rows <= FUSED_ROWS and turn.joins:
+        if segments.serves(matrix) and rows <= segments.FUSED_ROWS and turn.joins:
             fused = segments.Norm(
                 buffers.x[turn.before][:rows],
                 buffers.x[turn.after][:rows],
@@ -384,18 +389,25 @@ class DeviceProgram:
             pdl=pdl,
         )
 
+    def _attention_of_lanes(
+        self, each: Attention, after: Launch | None, buffers: Buffers, rows: int, call: DeviceCall
+    ) -> Parts | None:
+        """What is left for the launch after this one to merge, if it is one that does."""
+        a, r = each.attend, each.rope
+        tiles = attention.seen_tiles(call.tiles, a.window, a.head_dim)
+        left = isinstance(after, Product) and segments.merges(after.matrix, rows, a.head_dim, tiles)
+        return attention.decode(
+            buffers.of("qkv", rows), each.norms, r.cos, r.sin, call.k[a.layer], call.v[a.layer], call.tables,
+            call.positions, buffers.of("attended", rows), self._scratch(rows, call.tiles),
+            heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim, scale=a.scale, window=a.window,
+            softcap=a.softcap, tiles=call.tiles, merge="next" if left else None, pdl=call.pdl,
+        )  # fmt: skip
+
     def _attention(self, each: Attention, buffers: Buffers, rows: int, call: DeviceCall) -> int:
         """How many rows go on."""
         a, r = each.attend, each.rope
         k, v, qkv = call.k[a.layer], call.v[a.layer], buffers.of("qkv", rows)
         sizes: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        if call.decode:
-            scratch = self._scratch(rows, call.tiles)
-            attention.decode(
-                qkv, each.norms, r.cos, r.sin, k, v, call.tables, call.positions, buffers.of("attended", rows), scratch,
-                **sizes, scale=a.scale, window=a.window, softcap=a.softcap, tiles=call.tiles, pdl=call.pdl,
-            )  # fmt: skip
-            return rows
         assert call.slots is not None
         q = buffers.of("q", rows)
         rotary.rope_write(qkv, each.norms, r.cos, r.sin, call.positions, call.slots, k, v, q, **sizes)

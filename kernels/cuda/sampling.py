@@ -146,7 +146,7 @@ def round_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A round of a search; ROUND is 0, 1 or 2 for all later ones."""
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     r = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     nl.wait(PDL)
@@ -202,7 +202,7 @@ def equals_kernel(
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What is kept, and how many logits of a block equal the least of it."""
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     r = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     nl.wait(PDL)
@@ -232,7 +232,7 @@ def score_kernel(
     logits, words, temperatures, top_ks, top_ps, seeds, positions, keys, all_ties, equals, scores, V, limit, parts,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     r = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     i = part * BLOCK + tl.arange(0, BLOCK)
@@ -254,7 +254,7 @@ def score_kernel(
 
 @jit
 def choose_kernel(words, temperatures, scores, out, parts, PARTS: tl.constexpr, PDL: tl.constexpr):
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     r = tl.program_id(0).to(tl.int64)
     nl.wait(PDL)
     word = largest_word(words, r, parts, PARTS)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import triton.language as tl
 from torch import Tensor
 
+from numem.errors import InputError
 from numem.kernels.cuda import language as nl
 from numem.kernels.cuda.language import jit
 from numem.kernels.cuda.matrix import Matrix
+from numem.kernels.cuda.merging import Parts, count_of, merged, tiles_of
 from numem.kernels.cuda.norm import joined, rms_scale
 from numem.kernels.cuda.unpack import scales_of, unpacked, words_of
 
@@ -22,6 +24,8 @@ SEGMENTS = 8
 BLOCK = 128  # columns of k that a warp loads at once
 WARPS = nl.NORM_WARPS
 FEW = 32  # rows that the kernel of few rows serves
+FUSED_ROWS = 4  # rows that a program prepares one by one, with their norms
+MERGED = 16  # tiles, times rows, times blocks of columns, that a program merges at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +71,16 @@ def in_order(acc, A: tl.constexpr, B: tl.constexpr):
 
 @jit
 def few_rows_kernel(
-    h, x, y, post, weight, x_out, w, scales, mins, bias, out,
-    rows, N, eps, offset,
+    h, x, y, post, weight, x_out, part_ml, part_a, positions, w, scales, mins, bias, out,
+    rows, N, tiles, eps, offset,
     K: tl.constexpr, KN: tl.constexpr, C: tl.constexpr, L: tl.constexpr, BN: tl.constexpr,
-    NORM: tl.constexpr, JOIN: tl.constexpr, POST: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, JOIN: tl.constexpr, POST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr,
     OUT: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     n = tl.minimum(column, N - 1)  # columns past the end repeat the last one
     m = tl.program_id(1) * L + tl.arange(0, L)
@@ -112,60 +117,72 @@ def few_rows_kernel(
     after = 0.0
     if NORM and POST:
         after = offset + tl.load(post + i, mask=whole, other=0.0)
-    dense, dense2 = (), ()
+    dense, dense2, counts = (), (), ()
     for c in tl.static_range(C):
         dense = dense + (unpacked(words[c], scale[c], low[c], ZERO, 8, BN, BITS, MINS, DT),)
         if ACT != 0:
             dense2 = dense2 + (unpacked(words2[c], scale2[c], low2[c], ZERO, 8, BN, BITS, MINS, DT),)
+    if MOST > 0:
+        for row in tl.static_range(ROWS):
+            counts = counts + (count_of(tl.load(positions + row), WINDOW, TILE),)
     nl.wait(PDL)
-    # All of x and its branch that the product needs is asked for before the sums that it waits for.
-    xs, ys = (), ()
-    for c in tl.static_range(C):
-        kk = s[:, None] * (128 * C) + c * 128 + k[None, :]
-        ok = (kk < K)[:, None, :] & inside[None, :, None]
-        at = m[None, :, None] * K + kk[:, None, :]
-        if NORM:
-            xs = xs + (tl.load(x + at, mask=ok, other=0.0),)
-            if JOIN:
-                ys = ys + (tl.load(y + at, mask=ok, other=0.0).to(tl.float32),)
-            else:
-                ys = ys + (0.0,)
-        else:
-            xs = xs + (tl.load(h + at, mask=ok, other=0.0),)
-            ys = ys + (0.0,)
-    r = tl.zeros([L], tl.float32)
-    ry = tl.zeros([L], tl.float32)
+    # All of x and its branch that the product needs is asked for before the sums that it waits for. Few rows are prepared
+    # one by one, each thread with its own columns, and put among the rows of the product at the end.
+    xs, ys, made, totals = (), (), (), ()
     if NORM:
-        # Sums run over a row of its own, in one dimension, as everywhere: the tree of the sum follows from the tile.
-        first = tl.program_id(1) * L
-        for at in range(first, tl.minimum(first + L, rows)):
-            v = tl.load(x + at * K + i, mask=whole, other=0.0)
+        for row in tl.static_range(ROWS):
+            for c in tl.static_range(C):
+                kk = s[:, None] * (128 * C) + c * 128 + k[None, :]
+                xs = xs + (tl.load(x + row * K + kk, mask=kk < K, other=0.0),)
+                if JOIN:
+                    ys = ys + (tl.load(y + row * K + kk, mask=kk < K, other=0.0).to(tl.float32),)
+                else:
+                    ys = ys + (0.0,)
+        for row in tl.static_range(ROWS):
+            # Sums run over a row of its own, in one dimension, as everywhere: the tree of the sum follows from the tile.
+            total = tl.load(x + row * K + i, mask=whole, other=0.0)
             scale_y = 0.0
             if JOIN:
-                b = tl.load(y + at * K + i, mask=whole, other=0.0).to(tl.float32)
+                branch = tl.load(y + row * K + i, mask=whole, other=0.0).to(tl.float32)
                 if POST:
-                    scale_y = rms_scale(tl.sum(b * b), K, eps)
-                v = joined(v, b, scale_y, after, POST)
-                if tl.program_id(0) == 0:
-                    tl.store(x_out + at * K + i, v, mask=whole)
-            v = tl.where(whole, v, 0.0)
-            here = m == at
-            r = tl.where(here, rms_scale(tl.sum(v * v), K, eps), r)
-            ry = tl.where(here, scale_y, ry)
+                    scale_y = rms_scale(tl.sum(branch * branch), K, eps)
+                total = joined(total, branch, scale_y, after, POST)
+            totals = totals + (total,)
+            squares = tl.where(whole, total, 0.0)
+            r = rms_scale(tl.sum(squares * squares), K, eps)
+            for c in tl.static_range(C):
+                v = xs[row * C + c]
+                if JOIN:
+                    v = joined(v, ys[row * C + c], scale_y, posts[c], POST)
+                made = made + (((v * r) * gains[c]).to(DT),)
+    elif MOST > 0:
+        for row in tl.static_range(ROWS):
+            for c in tl.static_range(C):
+                start = s * (128 * C) + c * 128
+                inside_k = (start[:, None] + k[None, :]) < K
+                part = (row * HEADS + tl.minimum(start // D, HEADS - 1)) * tiles
+                at_head = (start % D)[:, None] + k[None, :]
+                xs = xs + (tiles_of(part_ml, part_a, part, at_head, inside_k, counts[row], 8, D, MOST),)
+        for row in tl.static_range(ROWS):
+            for c in tl.static_range(C):
+                made = made + (merged(xs[row * C + c], counts[row], 8, 128, MOST).to(DT),)
+    elif ROWS > 0:
+        for row in tl.static_range(ROWS):
+            for c in tl.static_range(C):
+                kk = s[:, None] * (128 * C) + c * 128 + k[None, :]
+                made = made + (tl.load(h + row * K + kk, mask=kk < K, other=0.0),)
     acc = tl.zeros([8, BN, L], tl.float32)
     acc2 = tl.zeros([8, BN, L], tl.float32)
     for c in tl.static_range(C):
-        a = xs[c]
-        if NORM:
+        if ROWS > 0:
+            # rows past the last one repeat the first, and are not stored
+            a = tl.broadcast_to(made[c][:, None, :], [8, L, 128])
+            for row in tl.static_range(1, ROWS):
+                a = tl.where((m == row)[None, :, None], made[row * C + c][:, None, :], a)
+        else:
             kk = s[:, None] * (128 * C) + c * 128 + k[None, :]
-            v = xs[c]
-            if JOIN:
-                p = posts[c]
-                if POST:
-                    p = p[:, None, :]
-                v = joined(v, ys[c], ry[None, :, None], p, POST)
             ok = (kk < K)[:, None, :] & inside[None, :, None]
-            a = tl.where(ok, (v * r[None, :, None]) * gains[c][:, None, :], 0.0).to(DT)
+            a = tl.load(h + m[None, :, None] * K + kk[:, None, :], mask=ok, other=0.0)
         a = tl.permute(a, (0, 2, 1))
         acc = tl.dot(dense[c], a, acc, input_precision=PRECISION)
         if ACT != 0:
@@ -176,6 +193,10 @@ def few_rows_kernel(
     result = nl.ended(result, up, bias, n, N, BIAS, ACT, DT)
     mask = inside[None, :] & (column[:, None] < N)
     tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], result.to(OUT), mask=mask)
+    if NORM and JOIN:  # noqa: SIM102  apart, as the other is not known when this is compiled
+        if tl.program_id(0) == 0:
+            for row in tl.static_range(ROWS):
+                tl.store(x_out + row * K + i, totals[row], mask=whole)
 
 
 @jit
@@ -195,19 +216,21 @@ def many_rows_kernel(
     # rows and columns past the end repeat the last ones and are not stored
     hp = h + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k[None, :]
     wp = w + tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + k[:, None]
-    EVEN: tl.constexpr = K % SEGMENT == 0 and SEGMENT % BK == 0
     total = tl.zeros([BM, BN], tl.float32)
-    for first in range(0, K, SEGMENT):
-        acc = tl.zeros([BM, BN], tl.float32)
-        for step in range(tl.cdiv(SEGMENT, BK)):
-            at = first + step * BK
-            if EVEN:
-                a = tl.load(hp + at)
-                b = tl.load(wp + at)
-            else:
-                a = tl.load(hp + at, mask=(at + k < K)[None, :], other=0.0)
-                b = tl.load(wp + at, mask=(at + k < K)[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    acc = tl.zeros([BM, BN], tl.float32)
+    # one loop over all of k, so that the loads of a segment are under way while the one before is multiplied
+    for at in tl.range(0, K, BK):
+        if K % BK == 0:
+            a = tl.load(hp + at)
+            b = tl.load(wp + at)
+        else:
+            a = tl.load(hp + at, mask=(at + k < K)[None, :], other=0.0)
+            b = tl.load(wp + at, mask=(at + k < K)[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if (at + BK) % SEGMENT == 0:
+            total += acc
+            acc = tl.zeros([BM, BN], tl.float32)
+    if K % SEGMENT > 0:
         total += acc
     if BIAS:
         total += tl.load(bias + tl.minimum(n, N - 1))[None, :]
@@ -220,21 +243,25 @@ def few_rows(
     *,
     h: Tensor | None = None,
     norm: "Norm | None" = None,
+    parts: Parts | None = None,
     act: str | None = None,
     tile: int = 16,
     pdl: bool = False,
 ) -> None:
-    """out = matrix of rows: of `h`, or of what a norm gives; with `act` the matrix is [gate | up] and out the gated half.
+    """out = matrix of rows: of `h`, of what a norm gives, or of what tiles of attention left; with `act` the matrix is [gate | up] and out the gated half.
 
     Args:
         matrix: K < 4096.
         out: DT [M, N], or with `act` [M, N / 2]; float32 takes the sums as they are.
         h: DT [M, K].
-        norm: a norm of the residual stream, with the branch that joins it first.
+        norm: of up to `FUSED_ROWS` rows, a norm of the residual stream, with the branch that joins it first.
+        parts: tiles of attention, where `merges` says so.
         act: an activation of `nl.ACTIVATIONS`.
         tile: columns of a program, 16 or 32; changes no bit.
     """
     rows, width = out.shape
+    if norm is not None and rows > FUSED_ROWS:
+        raise InputError(f"few_rows: {rows} rows of a norm, and it serves {FUSED_ROWS}; norm them by `norm.add_norm`")
     k = matrix.in_features
     lanes = 8 if rows <= 8 else 16 if rows <= 16 else 32
     dtype = nl.TYPES[matrix.dtype]
@@ -248,6 +275,9 @@ def few_rows(
         norm.post if norm is not None and norm.post is not None else none,
         norm.weight if norm is not None else none,
         norm.x_out if norm is not None else none,
+        none if parts is None else parts.ml,
+        none if parts is None else parts.a,
+        none if parts is None else parts.positions,
         matrix.weights,
         none if matrix.scales is None else matrix.scales,
         none if matrix.mins is None else matrix.mins,
@@ -255,6 +285,7 @@ def few_rows(
         out,
         rows,
         width,
+        0 if parts is None else parts.tiles,
         0.0 if norm is None else norm.eps,
         0.0 if norm is None else norm.offset,
         K=k,
@@ -265,6 +296,12 @@ def few_rows(
         NORM=norm is not None,
         JOIN=joins,
         POST=norm is not None and norm.post is not None,
+        MOST=0 if parts is None else nl.next_power_of_2(parts.most),
+        ROWS=rows if rows <= FUSED_ROWS else 0,
+        HEADS=1 if parts is None else parts.heads,
+        D=BLOCK if parts is None else parts.head_dim,
+        TILE=BLOCK if parts is None else nl.tile_keys(parts.head_dim),
+        WINDOW=0 if parts is None else parts.window,
         BIAS=matrix.bias is not None,
         ACT=0 if act is None else nl.ACTIVATIONS[act],
         BITS=matrix.bits,
@@ -293,6 +330,12 @@ def many_rows(weight: Tensor, bias: Tensor | None, h: Tensor, out: Tensor) -> No
         K=k, SEGMENT=length, BM=bm, BN=bn, BK=bk, GROUP=8, BIAS=bias is not None,
         DT=nl.TYPES[weight.dtype], PRECISION=nl.precision(weight.dtype), num_warps=warps, num_stages=3,
     )  # fmt: skip
+
+
+def merges(matrix: Matrix, rows: int, head_dim: int, tiles: int) -> bool:
+    """Whether `few_rows` takes so many rows of attention as `parts`: every program merges them anew, all in registers."""
+    blocks = nl.cdiv(matrix.in_features, SEGMENTS * BLOCK)
+    return serves(matrix) and rows * blocks * nl.next_power_of_2(tiles) <= MERGED and head_dim % BLOCK == 0
 
 
 def serves(matrix: Matrix) -> bool:

@@ -15,7 +15,7 @@ _arrived: dict[torch.device, Tensor] = {}
 def advance_kernel(
     index, value, tokens, positions, history, counter, lanes, steps, LANES: tl.constexpr, PDL: tl.constexpr
 ):
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     lane = tl.arange(0, LANES)
     inside = lane < lanes
     nl.wait(PDL)
@@ -36,7 +36,7 @@ def advance_kernel(
 def finish_greedy_kernel(
     words, tokens, positions, history, counter, arrived, parts, lanes, steps, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    nl.begin(PDL)
+    nl.let_next_start(PDL)
     lane = tl.program_id(0)
     nl.wait(PDL)
     position = tl.load(positions + lane)

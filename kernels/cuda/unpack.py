@@ -42,30 +42,40 @@ def scales_of(scales, n, first, K: tl.constexpr, BITS: tl.constexpr):
 
 
 @jit
-def number(words, I: tl.constexpr):
-    """32768 + byte I of words as float32: the byte goes into the mantissa, in one instruction."""
+def number(words, base, I: tl.constexpr):
+    """32768 + byte I of words as float32: the byte goes into the mantissa of `base`, in one instruction."""
     if nl.IN_PYTHON:
         bits = ((words >> (8 * I)) & 255) << 8 | 0x47000000
     elif I == 0:
-        bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x47000000, 0x7604;", "=r,r", [words], tl.int32, True, 1)
+        bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7604;", "=r,r,r", [words, base], tl.int32, True, 1)
     elif I == 1:
-        bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x47000000, 0x7614;", "=r,r", [words], tl.int32, True, 1)
+        bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7614;", "=r,r,r", [words, base], tl.int32, True, 1)
     elif I == 2:
-        bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x47000000, 0x7624;", "=r,r", [words], tl.int32, True, 1)
+        bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7624;", "=r,r,r", [words, base], tl.int32, True, 1)
     else:
-        bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x47000000, 0x7634;", "=r,r", [words], tl.int32, True, 1)
+        bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7634;", "=r,r,r", [words, base], tl.int32, True, 1)
     return bits.to(tl.float32, bitcast=True)
 
 
 @jit
-def dense_of(words, I: tl.constexpr, scale, low, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr):
-    """DT((byte I - zero) * scale (+ min))."""
-    code = number(words, I) - (32768.0 + ZERO)
-    if MINS:
-        value = tl.fma(code, scale, low)
+def base_of(words):
+    """32768 as bits of float32, in a register: an instruction takes one constant, and the bytes' places are one."""
+    if nl.IN_PYTHON:
+        return words
     else:
-        value = code * scale
-    return value.to(DT)
+        asm: tl.constexpr = (
+            "{ .reg .u32 lane; mov.u32 lane, %laneid; shr.u32 lane, lane, 8; add.u32 $0, lane, 0x47000000; }"
+        )
+        return tl.inline_asm_elementwise(asm, "=r", [], tl.int32, True, 1)
+
+
+@jit
+def dense_of(words, base, I: tl.constexpr, scale, low, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr):
+    """DT((byte I - zero) * scale (+ min)); without mins, low = -(32768 + zero) * scale."""
+    code = number(words, base, I)
+    if MINS:
+        code -= 32768.0 + ZERO
+    return tl.fma(code, scale, low).to(DT)
 
 
 @jit
@@ -91,26 +101,29 @@ def unpacked(
     if BITS == 16:
         return words
     else:
-        s = of_words(scale, S, BN, BITS)
-        b = 0.0
+        s, base = of_words(scale, S, BN, BITS), base_of(words)
         if MINS:
             b = of_words(low, S, BN, BITS)
+        else:
+            # 32896 = 257 * 2^7 and 32776 = 4097 * 2^3, and scales have 11 bits: the product is exact, and the fused step
+            # rounds once, as (code - zero) * scale does
+            b = of_words(scale.to(tl.float32) * -(32768.0 + ZERO), S, BN, BITS)
         if BITS == 8:
-            v0 = dense_of(words, 0, s, b, ZERO, MINS, DT)
-            v1 = dense_of(words, 1, s, b, ZERO, MINS, DT)
-            v2 = dense_of(words, 2, s, b, ZERO, MINS, DT)
-            v3 = dense_of(words, 3, s, b, ZERO, MINS, DT)
+            v0 = dense_of(words, base, 0, s, b, ZERO, MINS, DT)
+            v1 = dense_of(words, base, 1, s, b, ZERO, MINS, DT)
+            v2 = dense_of(words, base, 2, s, b, ZERO, MINS, DT)
+            v3 = dense_of(words, base, 3, s, b, ZERO, MINS, DT)
             v = tl.join(tl.join(v0, v2), tl.join(v1, v3))
         else:
             even, odd = words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
-            v0 = dense_of(even, 0, s, b, ZERO, MINS, DT)
-            v1 = dense_of(odd, 0, s, b, ZERO, MINS, DT)
-            v2 = dense_of(even, 1, s, b, ZERO, MINS, DT)
-            v3 = dense_of(odd, 1, s, b, ZERO, MINS, DT)
-            v4 = dense_of(even, 2, s, b, ZERO, MINS, DT)
-            v5 = dense_of(odd, 2, s, b, ZERO, MINS, DT)
-            v6 = dense_of(even, 3, s, b, ZERO, MINS, DT)
-            v7 = dense_of(odd, 3, s, b, ZERO, MINS, DT)
+            v0 = dense_of(even, base, 0, s, b, ZERO, MINS, DT)
+            v1 = dense_of(odd, base, 0, s, b, ZERO, MINS, DT)
+            v2 = dense_of(even, base, 1, s, b, ZERO, MINS, DT)
+            v3 = dense_of(odd, base, 1, s, b, ZERO, MINS, DT)
+            v4 = dense_of(even, base, 2, s, b, ZERO, MINS, DT)
+            v5 = dense_of(odd, base, 2, s, b, ZERO, MINS, DT)
+            v6 = dense_of(even, base, 3, s, b, ZERO, MINS, DT)
+            v7 = dense_of(odd, base, 3, s, b, ZERO, MINS, DT)
             first, second = tl.join(tl.join(v0, v4), tl.join(v2, v6)), tl.join(tl.join(v1, v5), tl.join(v3, v7))
             v = tl.join(first, second)
         return nl.opaque(tl.reshape(v, (S, BN, 128)), DT)

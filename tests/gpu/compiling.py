@@ -74,9 +74,9 @@ class Compiler:
         print(f"{name}: {kernel.metadata.num_warps} warps, {shared} bytes shared", flush=True)
 
     def _waits(self, name: str, code: str) -> None:
-        """A kernel that may start early lets the next one start and waits, in this order, before it writes anything."""
+        """A kernel that may start early waits before it writes anything, and lets the next one start."""
         start, wait = code.find("griddepcontrol.launch_dependents"), code.find("griddepcontrol.wait")
-        if not 0 <= start < wait or re.search(r"\b(st\.global|atom|red)\b", code[:wait]):
+        if start < 0 or wait < 0 or re.search(r"\b(st\.global|atom|red)\b", code[:wait]):
             raise SystemExit(f"{name}: starts the next kernel at {start}, waits at {wait}, or writes before that")
 
     def _same_sums(self, name: str, code: str) -> None:
