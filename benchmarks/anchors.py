@@ -1,7 +1,8 @@
 """Greedy tokens of real models on the GPU against those of the CPU, kept in benchmarks/anchors/*.json.
 
 CPU and GPU sum in different orders, so their logits differ by rounding. Where the tokens part, the first difference is
-shown with the CPU's own gap between the two tokens, beside how far the logits of the two devices are apart there.
+shown with the CPU's own gap between the two tokens, beside how far the logits of the two devices are apart there, and how far
+those of the CPU in bfloat16 are from its own in float32: what rounding does by itself.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from benchmarks.common import Bench, Ceilings, release
 ANCHORS = Path(__file__).parent / "anchors"
 NEW = 64
 KEPT = 8  # logits of each step that are kept, the largest
-DTYPES = ("bfloat16",)  # float32 has no kernels on a GPU
+DTYPES = ("bfloat16", "float32")  # of the CPU; a GPU runs the first
 FILES = {
     "smollm2-135m-instruct": "SmolLM2-135M-Instruct.Q4_1.gguf",
     "gemma-3-270m": "gemma-3-270m-q4_k_m.gguf",
@@ -42,9 +43,8 @@ def run(bench: Bench, ceilings: Ceilings) -> None:
         directory = bench.attempt(f"import {key}", lambda k=key, w=known: imported(folder, k, w["sha256"]))
         if directory is None:
             continue
-        for dtype in DTYPES:
-            bench.attempt(f"{key} {dtype}", lambda d=directory, t=dtype, k=key, w=known: _compare(bench, d, t, k, w))
-            release()
+        bench.attempt(key, lambda d=directory, k=key, w=known: _compare(bench, d, k, w))
+        release()
 
 
 def imported(folder: Path | None, key: str, sha256: str) -> Path:
@@ -92,24 +92,27 @@ def golden(directory: str | Path, key: str, sha256: str) -> Path:
     return file
 
 
-def _compare(bench: Bench, directory: Path, dtype: str, key: str, known: dict[str, Any]) -> None:
+def _compare(bench: Bench, directory: Path, key: str, known: dict[str, Any]) -> None:
     from numem import load_lm
 
-    lm = load_lm(directory, device="cpu" if bench.dry else "cuda", dtype=dtype, max_position=512)
-    for prompt, theirs in zip(known["prompts"], known["dtypes"][dtype], strict=True):
+    rounded, exact = (known["dtypes"][dtype] for dtype in DTYPES)
+    lm = load_lm(directory, device="cpu" if bench.dry else "cuda", dtype=DTYPES[0], max_position=512)
+    for prompt, theirs, truth in zip(known["prompts"], rounded, exact, strict=True):
         ours = greedy(lm, prompt)
-        apart = _apart(ours[0], theirs[0])
+        name = f"{key} {DTYPES[0]} {prompt[:18]!r}"
+        first = {"first_logits_apart": _apart(ours[0], theirs[0]), "first_cpu_rounding": _apart(theirs[0], truth[0])}
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a["token"] != b["token"]), None)
-        name = f"{key} {dtype} {prompt[:18]!r}"
         if at is None:
-            bench.add(name, equal=NEW, first_logits_apart=apart)
+            bench.add(name, equal=NEW, **first)
             continue
         mine, cpu = ours[at], theirs[at]
         logits = dict(zip(cpu["ids"], cpu["logits"], strict=True))
+        together = all(a["token"] == b["token"] for a, b in zip(theirs[:at], truth[:at], strict=True))
         bench.add(
-            name, equal=at, first_logits_apart=apart, cpu_token=cpu["token"], gpu_token=mine["token"],
+            name, equal=at, **first, cpu_token=cpu["token"], gpu_token=mine["token"],
             cpu_gap=logits[cpu["token"]] - logits.get(mine["token"], float("nan")),
             gpu_gap=mine["logits"][0] - mine["logits"][1], logits_apart_there=_apart(mine, cpu),
+            cpu_rounding_there=_apart(cpu, truth[at]) if together else float("nan"),
         )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--shapes", default="270m,0.6b,8b", help="shapes of models, comma-separated")
     parser.add_argument("--formats", default="bf16,q8", help="formats of weights in `decode`")
     parser.add_argument("--lanes", default="1,32", help="lane counts in `decode`")
-    parser.add_argument("--peer", default="reduce-overhead", help="modes of the peer in `decode`, or none: see README")
+    parser.add_argument("--peer", default="graph", help="modes of the peer in `decode`, or none: see README")
     parser.add_argument("--dir", default="/tmp", help="folder on the disk that `restore` and `publish` use")
     parser.add_argument("--models", default=None, help="folder with the GGUF files of `anchors`, whole or in parts")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a step in `decode`")

@@ -27,22 +27,22 @@ GROUP_LIMIT = 31
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Where tiles leave their results: float32 ml [lanes, heads, tiles, 2], m and l, and a [lanes, heads, tiles, head_dim],
-    and how many programs of a lane and key head have ended, int32 [lanes * heads], zero between calls."""
+    """Where tiles leave their results: words int64 [lanes, heads, tiles], the float32 m and l of each, and a, float32
+    [lanes, heads, tiles, head_dim]; and how many programs of a lane and key head have ended, int32 [lanes * heads], zero
+    between calls."""
 
-    ml: Tensor
+    words: Tensor
     a: Tensor
     count: Tensor
     tiles: int
 
     @classmethod
     def of(cls, lanes: int, heads: int, head_dim: int, tiles: int, device: torch.device) -> "Scratch":
-        def new(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=device)
-
         rows = lanes * heads * tiles
+        words = torch.empty(rows, dtype=torch.int64, device=device)
+        a = torch.empty((rows, head_dim), device=device)
         count = torch.zeros(lanes * heads, dtype=torch.int32, device=device)
-        return cls(new(rows, 2), new(rows, head_dim), count, tiles)
+        return cls(words, a, count, tiles)
 
 
 @jit
@@ -70,11 +70,11 @@ def unit_of(scale, CAP: tl.constexpr):
 
 @jit
 def weigh(s, v, unit, KEYS: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
-    """(m [rows], l [rows, 16], a [rows, D]) of masked scores and values."""
+    """(m [rows], l [rows, 8], a [rows, D]) of masked scores and values."""
     m = tl.max(s, 1) * unit
     low = -tl.where(m == float("-inf"), 0.0, m)
     p = tl.exp2(tl.fma(s, unit, low[:, None])).to(DT)
-    ones = tl.full([KEYS, 16], 1.0, DT)
+    ones = tl.full([KEYS, 8], 1.0, DT)
     return m, tl.dot(p, ones, input_precision=PRECISION), tl.dot(p, v, input_precision=PRECISION)
 
 
@@ -88,7 +88,7 @@ def column_of(x, at, C: tl.constexpr):
 # Lengths of tables are not compiled in: no step waits for a compiler because its longest lane has grown.
 @triton.jit(do_not_specialize=["width", "tiles"])
 def decode_kernel(
-    qkv, q_norm, k_norm, cos, sin, k_pages, v_pages, tables, positions, out, part_ml, part_a, ended,
+    qkv, q_norm, k_norm, cos, sin, k_pages, v_pages, tables, positions, out, part_ml, words, part_a, ended,
     width, tiles, eps, offset, scale, cap,
     HEADS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GH: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
@@ -161,12 +161,12 @@ def decode_kernel(
             e = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             e_new = column_of(tl.dot(q, tl.trans(q), input_precision=PRECISION), GROUP, M)
             e = capped(tl.where(mine[None, :], e_new[:, None], e), scale, cap, CAP)
-            m, l16, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, unit, TILE, DT, PRECISION)
+            m, l8, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, unit, TILE, DT, PRECISION)
             if LEAVE or first < last:
-                end_tile(m, l16, a, part_ml, part_a, part + begin, rows, D, DP)
+                end_tile(m, l8, a, part_ml, part_a, part + begin, rows, D, DP)
             else:
                 to = out + lane * (HEADS * D) + (kv_head * GROUP + i)[:, None] * D + d[None, :]
-                tl.store(to, (a / first_column(l16)[:, None]).to(DT), mask=rows[:, None] & wide[None, :])
+                tl.store(to, (a / first_column(l8)[:, None]).to(DT), mask=rows[:, None] & wide[None, :])
         else:
             for tile in tl.range(begin, end, num_stages=STAGES):
                 key = tile * TILE + j
@@ -177,8 +177,8 @@ def decode_kernel(
                 k = tl.load(k_pages + at[:, None] + d[None, :], mask=both, other=0.0)
                 v = tl.load(v_pages + at[:, None] + d[None, :], mask=both, other=0.0)
                 e = scores(q, k, scale, cap, CAP, PRECISION)
-                m, l16, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, unit, TILE, DT, PRECISION)
-                end_tile(m, l16, a, part_ml, part_a, part + tile, rows, D, DP)
+                m, l8, a = weigh(tl.where(seen[None, :], e, float("-inf")), v, unit, TILE, DT, PRECISION)
+                end_tile(m, l8, a, part_ml, part_a, part + tile, rows, D, DP)
         if not LEAVE and ((EACH > 1) | (first < last)):
             tl.debug_barrier()
             others = tl.atomic_add(ended + lane * KV + kv_head, 1, sem="acq_rel")
@@ -188,7 +188,7 @@ def decode_kernel(
                 head = kv_head * GROUP + tl.minimum(h, GROUP - 1)
                 to = out + lane * (HEADS * D) + head[:, None] * D + d[None, :]
                 merge_tiles(
-                    to, part_ml, part_a, (lane * HEADS + head) * tiles, d,
+                    to, words, part_a, (lane * HEADS + head) * tiles, d,
                     (h < GROUP)[:, None] & wide[None, :], last - first + 1, GH, DP, D, AHEAD, DT,
                 )  # fmt: skip
                 tl.store(ended + lane * KV + kv_head, 0)
@@ -244,7 +244,7 @@ def decode(
         or len(tables) < lanes
         or tables.dtype is not torch.int32
         or tiles > scratch.tiles
-        or len(scratch.ml) < lanes * heads * scratch.tiles
+        or len(scratch.words) < lanes * heads * scratch.tiles
     ):
         raise InputError(
             f"decode: output {tuple(out.shape)}, positions {tuple(positions.shape)}, tables {tuple(tables.shape)} and "
@@ -258,7 +258,7 @@ def decode(
     dt = nl.TYPES[qkv.dtype]
     decode_kernel[(kv_heads, nl.cdiv(tiles, each), lanes)](
         qkv, cos if norms is None else norms.q, cos if norms is None else norms.k, cos, sin, k_layer, v_layer, tables,
-        positions, out, scratch.ml, scratch.a, scratch.count, tables.shape[1], scratch.tiles,
+        positions, out, scratch.words.view(torch.float32), scratch.words, scratch.a, scratch.count, tables.shape[1], scratch.tiles,
         0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset, scale, softcap,
         HEADS=heads, KV=kv_heads, GROUP=group, GP=max(8, nl.next_power_of_2(group + 1)), GH=nl.next_power_of_2(group),
         D=head_dim, DP=nl.next_power_of_2(head_dim), W=cos.shape[1], NORM=norms is not None, CAP=softcap > 0,
@@ -267,11 +267,11 @@ def decode(
         num_warps=warps or chosen.warps, **nl.EXACT, **nl.launch(pdl),
     )  # fmt: skip
     if merge == "next":
-        return Parts(scratch.ml, scratch.a, scratch.tiles, positions, heads, head_dim, window, tiles)
+        return Parts(scratch.words, scratch.a, scratch.tiles, positions, heads, head_dim, window, tiles)
     if merge == "apart":
         columns = 32
         merge_kernel[(heads, nl.cdiv(head_dim, columns), lanes)](
-            positions, out, scratch.ml, scratch.a, scratch.tiles, HEADS=heads, D=head_dim, C=columns,
+            positions, out, scratch.words, scratch.a, scratch.tiles, HEADS=heads, D=head_dim, C=columns,
             WINDOW=window, TILE=keys, DT=dt, num_warps=1, **nl.EXACT, **nl.launch(pdl),
         )  # fmt: skip
     return None

@@ -92,7 +92,7 @@ def prefill_kernel(
     table = tables + lane * width
     unit = unit_of(scale, CAP)
     m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM, 16], tl.float32)
+    l = tl.zeros([BM, 8], tl.float32)
     a = tl.zeros([BM, DP], tl.float32)
     # tiles of which all rows see all keys: up to the first row's position, and from the last row's window on
     tile = low // TILE

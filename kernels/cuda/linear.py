@@ -13,7 +13,7 @@ from numem.kernels.cuda import chain, segments
 from numem.kernels.cuda.matrix import Matrix
 from numem.kernels.cuda.unpack import unpack
 
-CLASSES = (4096, 2048, 1024, 512)
+CLASSES = (8192, 4096, 2048, 1024, 512)
 """Rows that the library's product is called with."""
 
 _proved: dict[tuple[object, ...], bool] = {}

@@ -22,12 +22,12 @@ class Parts:
     """What tiles of attention left of up to `most` tiles a row, for the product that follows to merge.
 
     Attributes:
-        ml: float32 [rows, heads, tiles, 2], m and l; a: float32 [rows, heads, tiles, head_dim].
+        words: int64 [rows, heads, tiles], the float32 m and l of a tile; a: float32 [rows, heads, tiles, head_dim].
         positions: int64 [rows], < 0: nothing was left, and zeros are taken.
         window: of the attention, 0 for none.
     """
 
-    ml: Tensor
+    words: Tensor
     a: Tensor
     tiles: int
     positions: Tensor
@@ -57,21 +57,27 @@ def merge(m, l, a, m_i, l_i, a_i):
 
 @jit
 def first_column(x):
-    """Column 0 of [R, 16] as [R]: the others hold the same."""
-    return tl.sum(tl.where(tl.arange(0, 16)[None, :] == 0, x, 0.0), 1)
+    """Column 0 of [R, 8] as [R]: the others hold the same."""
+    return tl.sum(tl.where(tl.arange(0, 8)[None, :] == 0, x, 0.0), 1)
 
 
 @jit
-def end_tile(m, l16, a, part_ml, part_a, part, rows, D: tl.constexpr, DP: tl.constexpr):
+def both_of(word):
+    """m and l, float32, of a word int64 that holds one behind the other."""
+    return word.to(tl.int32).to(tl.float32, bitcast=True), (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@jit
+def end_tile(m, l8, a, part_ml, part_a, part, rows, D: tl.constexpr, DP: tl.constexpr):
     """Leave the result of a tile for whoever merges: row i, where rows[i], at part[i]."""
     d = tl.arange(0, DP)
-    two = tl.arange(0, 16)[None, :]
-    tl.store(part_ml + part[:, None] * 2 + two, tl.where(two == 0, m[:, None], l16), mask=rows[:, None] & (two < 2))
+    two = tl.arange(0, 8)[None, :]
+    tl.store(part_ml + part[:, None] * 2 + two, tl.where(two == 0, m[:, None], l8), mask=rows[:, None] & (two < 2))
     tl.store(part_a + part[:, None] * D + d[None, :], a, mask=rows[:, None] & (d < D)[None, :])
 
 
 @jit
-def merge_tiles(to, part_ml, part_a, part, d, inside, count, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+def merge_tiles(to, words, part_a, part, d, inside, count, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr, DT: tl.constexpr):  # fmt: skip
     """Merge `count` tiles of R rows, of which tile 0 lies at part [R], and write columns d [C] where inside [R, C]."""
     m = tl.full([R], float("-inf"), tl.float32)
     l = tl.zeros([R, 1], tl.float32)
@@ -80,8 +86,7 @@ def merge_tiles(to, part_ml, part_a, part, d, inside, count, R: tl.constexpr, C:
         for i in tl.static_range(AHEAD):
             real = t + i < count
             at = part + tl.minimum(t + i, count - 1)
-            m_i = tl.load(part_ml + at * 2, cache_modifier=".cg")
-            l_i = tl.load(part_ml + at * 2 + 1, cache_modifier=".cg")
+            m_i, l_i = both_of(tl.load(words + at, cache_modifier=".cg"))
             a_i = tl.load(part_a + at[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
             m_n, l_n, a_n = merge(m, l, a, m_i, l_i[:, None], a_i)
             m, l, a = tl.where(real, m_n, m), tl.where(real, l_n, l), tl.where(real, a_n, a)
@@ -89,15 +94,15 @@ def merge_tiles(to, part_ml, part_a, part, d, inside, count, R: tl.constexpr, C:
 
 
 @jit
-def tiles_of(part_ml, part_a, part, d, inside, count, R: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr):
-    """Asks for m and l [R] and columns d [R, C] of a of `count` tiles, at most MOST, of which tile 0 lies at part [R]."""
-    ms, ls, values = (), (), ()
+def tiles_of(words, part_a, part, d, inside, count, R: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr):
+    """Asks for m and l, one word [R], and columns d [R, C] of a of `count` tiles, at most MOST, of which tile 0 lies at
+    part [R]."""
+    ml, values = (), ()
     for i in tl.static_range(MOST):
         real = tl.full([R], i, tl.int32) < count
-        ms = ms + (tl.load(part_ml + (part + i) * 2, mask=real, other=0.0),)
-        ls = ls + (tl.load(part_ml + (part + i) * 2 + 1, mask=real, other=1.0),)
+        ml = ml + (tl.load(words + part + i, mask=real, other=0),)
         values = values + (tl.load(part_a + (part + i)[:, None] * D + d, mask=inside & real[:, None], other=0.0),)
-    return ms + ls + values
+    return ml + values
 
 
 @jit
@@ -108,13 +113,14 @@ def merged(tiles, count, R: tl.constexpr, C: tl.constexpr, MOST: tl.constexpr):
     a = tl.zeros([R, C], tl.float32)
     for i in tl.static_range(MOST):
         if count > i:
-            m, l, a = merge(m, l, a, tiles[i], tiles[MOST + i][:, None], tiles[2 * MOST + i])
+            m_i, l_i = both_of(tiles[i])
+            m, l, a = merge(m, l, a, m_i, l_i[:, None], tiles[MOST + i])
     return a / tl.where(count > 0, l, 1.0)
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def merge_kernel(
-    positions, out, part_ml, part_a, tiles,
+    positions, out, words, part_a, tiles,
     HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, DT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -129,4 +135,4 @@ def merge_kernel(
         count = count_of(position, WINDOW, TILE)
         part = (lane * HEADS + head) * tiles + tl.zeros([1], tl.int64)
         to = out + lane * (HEADS * D) + head * D + d[None, :]
-        merge_tiles(to, part_ml, part_a, part, d, (d < D)[None, :], count, 1, C, D, 32, DT)
+        merge_tiles(to, words, part_a, part, d, (d < D)[None, :], count, 1, C, D, 32, DT)

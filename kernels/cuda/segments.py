@@ -71,7 +71,7 @@ def in_order(acc, A: tl.constexpr, B: tl.constexpr):
 
 @jit
 def few_rows_kernel(
-    h, x, y, post, weight, x_out, part_ml, part_a, positions, w, scales, mins, bias, out,
+    h, x, y, post, weight, x_out, words_ml, part_a, positions, w, scales, mins, bias, out,
     rows, N, tiles, eps, offset,
     K: tl.constexpr, KN: tl.constexpr, C: tl.constexpr, L: tl.constexpr, BN: tl.constexpr,
     NORM: tl.constexpr, JOIN: tl.constexpr, POST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
@@ -162,7 +162,7 @@ def few_rows_kernel(
                 inside_k = (start[:, None] + k[None, :]) < K
                 part = (row * HEADS + tl.minimum(start // D, HEADS - 1)) * tiles
                 at_head = (start % D)[:, None] + k[None, :]
-                xs = xs + (tiles_of(part_ml, part_a, part, at_head, inside_k, counts[row], 8, D, MOST),)
+                xs = xs + (tiles_of(words_ml, part_a, part, at_head, inside_k, counts[row], 8, D, MOST),)
         for row in tl.static_range(ROWS):
             for c in tl.static_range(C):
                 made = made + (merged(xs[row * C + c], counts[row], 8, 128, MOST).to(DT),)
@@ -275,7 +275,7 @@ def few_rows(
         norm.post if norm is not None and norm.post is not None else none,
         norm.weight if norm is not None else none,
         norm.x_out if norm is not None else none,
-        none if parts is None else parts.ml,
+        none if parts is None else parts.words,
         none if parts is None else parts.a,
         none if parts is None else parts.positions,
         matrix.weights,
@@ -324,11 +324,11 @@ def many_rows(weight: Tensor, bias: Tensor | None, h: Tensor, out: Tensor) -> No
     rows, k = h.shape
     n = len(weight)
     length = segment(k) if k < LONG else k
-    bm, bn, bk, warps = (128, 128, 64, 8) if weight.dtype.itemsize == 2 else (32, 32, 32, 4)
+    bm, bn, bk, warps = (128, 64, 64, 4) if weight.dtype.itemsize == 2 else (32, 32, 32, 4)
     many_rows_kernel[(nl.cdiv(rows, bm) * nl.cdiv(n, bn),)](
         h, weight, out if bias is None else bias, out, rows, n,
         K=k, SEGMENT=length, BM=bm, BN=bn, BK=bk, GROUP=8, BIAS=bias is not None,
-        DT=nl.TYPES[weight.dtype], PRECISION=nl.precision(weight.dtype), num_warps=warps, num_stages=3,
+        DT=nl.TYPES[weight.dtype], PRECISION=nl.precision(weight.dtype), num_warps=warps, num_stages=4,
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class DeviceTransformer:
         UnsupportedModelError: an architecture without kernels on a GPU.
     """
 
-    max_rows = 4096
+    max_rows = 8192  # of one pass: the library's large products are at their best
 
     def __init__(
         self, descriptor: Descriptor, weights: ModelWeights, *, dtype: str, max_position: int, device: torch.device

@@ -108,8 +108,8 @@ class Case:
         out = torch.full((len(rows), self.shape.heads * self.shape.head_dim), torch.nan).to(self.dtype).to(self.device)
         tiles = max(rows) // nl.tile_keys(self.shape.head_dim) + 1
         scratch = attention.Scratch.of(len(rows), self.shape.heads, self.shape.head_dim, tiles + 1, self.device)
-        for t in (scratch.ml, scratch.a):
-            t.fill_(torch.nan)
+        scratch.words.fill_(-1)
+        scratch.a.fill_(torch.nan)
         attention.decode(
             qkv, self.norms, self.cos, self.sin, self.k, self.v, self.tables, positions, out, scratch,
             **self.shape.sizes, scale=self.scale, window=self.shape.window, softcap=self.shape.softcap, tiles=tiles,

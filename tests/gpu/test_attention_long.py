@@ -53,8 +53,8 @@ def test_the_next_product_merges(
             for merge in ("last", "next"):
                 out = torch.full((lanes, width), torch.nan).to(dtype).to(device)
                 scratch = attention.Scratch.of(lanes, shape.heads, shape.head_dim, tiles, device)
-                for part in (scratch.ml, scratch.a):
-                    part.fill_(torch.nan)
+                scratch.words.fill_(-1)
+                scratch.a.fill_(torch.nan)
                 parts = attention.decode(
                     torch.stack([case.qkv[lane][max(row, 0)] for lane, row in enumerate(rows)]), case.norms, case.cos,
                     case.sin, case.k, case.v, case.tables, torch.tensor(rows).to(device), out, scratch,

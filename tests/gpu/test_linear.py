@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from triton.runtime.errors import InterpreterError
 
 from numem.kernels.cuda import chain, gate, linear, segments
 from numem.kernels.cuda.embed import embed
@@ -87,3 +88,12 @@ def test_which_product_serves(device: torch.device) -> None:
     assert segments.serves(Matrix.dense(torch.zeros(2, 4095))) and not segments.serves(
         Matrix.dense(torch.zeros(2, 4096))
     )
+
+
+def test_no_product_of_bfloat16_is_interpreted(device: torch.device) -> None:
+    if device.type == "cuda":
+        pytest.skip("the interpreter's multiplication is not used here")
+    weight = torch.ones((16, 160), dtype=torch.bfloat16)
+    out = torch.empty((1, 16), dtype=torch.bfloat16)
+    with pytest.raises(InterpreterError, match="product of bfloat16"):
+        linear.linear(weight[:1], Matrix.dense(weight), out)
