@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Bench, Ceilings, release
+from benchmarks.common import Bench, Ceilings, Stat, release, wall
 
 ANCHORS = Path(__file__).parent / "anchors"
 NEW = 64
@@ -114,6 +114,14 @@ def _compare(bench: Bench, directory: Path, key: str, known: dict[str, Any]) -> 
             gpu_gap=mine["logits"][0] - mine["logits"][1], logits_apart_there=_apart(mine, cpu),
             cpu_rounding_there=_apart(cpu, truth[at]) if together else float("nan"),
         )  # fmt: skip
+    _rate(bench, lm, key, known["prompts"][0])
+
+
+def _rate(bench: Bench, lm: Any, key: str, prompt: str) -> None:
+    """Tokens a second of the library's own call, prompt and first use of pages included."""
+    tokens, new = lm.tokenizer.encode(prompt), bench.size(256, 4)
+    stat = Stat.of(wall(lambda: lm.generate_ids(tokens, new, ignore_eos=True), bench.size(7, 1), warm=bench.size(2, 0)))
+    bench.add(f"{key}, {new} tokens by generate_ids", ms=stat.median / 1e3, tokens_s=stat.rate(new * 1e6))
 
 
 def _apart(a: dict[str, Any], b: dict[str, Any]) -> float:
