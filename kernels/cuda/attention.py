@@ -145,12 +145,11 @@ def decode_kernel(
         if EACH == 1:
             here = mine[:, None] & wide[None, :]
             v = tl.load(row + (HEADS + KV + kv_head) * D + d[None, :] + j[:, None] * 0, mask=here, other=v)
-            tl.store(v_pages + at, v, mask=here)
         if last < end:
+            v_new = tl.load(row + (HEADS + KV + kv_head) * D + d, mask=wide, other=0.0)
             tl.store(k_pages + own + every, x, mask=(g == GROUP)[:, None] & wide[None, :])
+            tl.store(v_pages + own + d, v_new, mask=wide)
             if EACH > 1:
-                v_new = tl.load(row + (HEADS + KV + kv_head) * D + d, mask=wide, other=0.0)
-                tl.store(v_pages + own + d, v_new, mask=wide)
                 tl.debug_barrier()  # this program reads them again
         q = x
         if GP < 16:
