@@ -145,7 +145,7 @@ def rates(rate: float) -> None:
                 def call(some: list[Matrix] = some, h: Tensor = h, out: Tensor = out, head: bool = head) -> None:
                     for m in some:
                         if segments.serves(m):
-                            segments.few_rows(m, out, h=h, tile=segments.HEAD_TILE if head else 16, pdl=True)
+                            segments.few_rows(m, out, h=h, tile=32 if head else 16, pdl=True)
                         else:
                             chain.few_rows(m, h, out, pdl=True)
 

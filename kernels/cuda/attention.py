@@ -85,7 +85,7 @@ def column_of(x, at, C: tl.constexpr):
     return tl.sum(words, 1).to(tl.float32, bitcast=True)
 
 
-# Lengths of tables are not compiled in: no step waits for a compiler because its longest lane has grown.
+# Lengths of tables are not compiled in: a step does not wait for a compiler whenever its longest lane has grown.
 @triton.jit(do_not_specialize=["width", "tiles"])
 def decode_kernel(
     qkv, q_norm, k_norm, cos, sin, k_pages, v_pages, tables, positions, out, part_ml, words, part_a, ended,

@@ -9,6 +9,7 @@ more, K >= 4096             the library's product at fixed numbers of rows, wher
 import torch
 from torch import Tensor
 
+from numem.errors import InputError
 from numem.kernels.cuda import chain, segments
 from numem.kernels.cuda.matrix import Matrix
 from numem.kernels.cuda.unpack import unpack
@@ -26,9 +27,13 @@ def linear(h: Tensor, matrix: Matrix, out: Tensor, *, act: str | None = None, pd
     """out DT [M, N] = matrix of h DT [M, K], contiguous both.
 
     Args:
-        act: the matrix is [gate | up], and out [M, N / 2] the gated half; for up to `segments.FEW` rows.
+        act: the matrix is [gate | up], and out [M, N / 2] the gated half; where `gates` says so.
     """
     rows = len(h)
+    if act is not None and not gates(matrix, rows):
+        raise InputError(
+            f"linear: an activation in a product of {rows} rows of {matrix.in_features} columns; launch `gate.gate` after it"
+        )
     if rows <= segments.FEW:
         if segments.serves(matrix):
             segments.few_rows(matrix, out, h=h, act=act, pdl=pdl)
@@ -44,6 +49,11 @@ def linear(h: Tensor, matrix: Matrix, out: Tensor, *, act: str | None = None, pd
                 at += size
     if at < rows:
         segments.many_rows(weight, matrix.bias, h[at:], out[at:])
+
+
+def gates(matrix: Matrix, rows: int) -> bool:
+    """Whether `linear` of so many rows takes an activation."""
+    return rows <= segments.FEW and (segments.gates(matrix) or not segments.serves(matrix))
 
 
 def proved(weight: Tensor, rows: int) -> bool:

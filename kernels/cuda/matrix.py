@@ -62,7 +62,7 @@ class Matrix:
         """Of codes uint8 [N, K], K a multiple of 32, on any device: they are packed where they lie.
 
         Args:
-            scales, mins: [N, K / 32], in units of the row.
+            scales, mins: [N, K / 32], in units of the row; scales without mins are numbers of float16.
             units: float32 [N], powers of two; scales and mins are kept multiplied by them.
         """
         n, k = codes.shape
@@ -70,6 +70,11 @@ class Matrix:
             raise InputError(
                 f"matrix: codes {tuple(codes.shape)} of {bits} bits with scales {tuple(scales.shape)} and units "
                 f"{tuple(units.shape)}: rows must be whole blocks of {STEP}, bits 4 or 8"
+            )
+        if mins is None and not torch.equal(scales.half().float(), scales.float()):
+            # `unpack` multiplies them by an offset that 11 bits leave room for
+            raise InputError(
+                "matrix: scales of more than 11 bits without mins; keep them in float16, or the weights dense"
             )
         blocks = -(-k // BLOCK)
         pieces = 32 // bits

@@ -346,7 +346,8 @@ class DeviceProgram:
         matrix, out = each.matrix, buffers.of(each.out, rows)
         turn = each.turn
         # without a branch the compiler lays the row out, and so sums its squares, otherwise than `norm.add_norm`
-        if segments.serves(matrix) and rows <= segments.FUSED_ROWS and turn.joins:
+        gates = each.act is None or linear.gates(matrix, rows)
+        if segments.serves(matrix) and rows <= segments.FUSED_ROWS and turn.joins and gates:
             fused = segments.Norm(
                 buffers.x[turn.before][:rows],
                 buffers.x[turn.after][:rows],
@@ -360,7 +361,7 @@ class DeviceProgram:
             return
         self._join(each.norm, each.turn, buffers, rows, call.pdl)
         h = buffers.h[:rows]
-        if each.act is None or rows <= segments.FEW:
+        if each.act is None or gates:
             linear.linear(h, matrix, out, act=each.act, pdl=call.pdl)
         else:
             both = buffers.of("gate_up", rows)

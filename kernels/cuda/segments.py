@@ -8,6 +8,7 @@ other rows nor on the tile: `many_rows` walks the same segments one after anothe
 
 from dataclasses import dataclass
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -69,7 +70,7 @@ def in_order(acc, A: tl.constexpr, B: tl.constexpr):
     return (((((((0.0 + s0) + s1) + s2) + s3) + s4) + s5) + s6) + s7
 
 
-@jit
+@triton.jit(do_not_specialize=["tiles"])
 def few_rows_kernel(
     h, x, y, post, weight, x_out, words_ml, part_a, positions, w, scales, mins, bias, out,
     rows, N, tiles, eps, offset,
@@ -230,7 +231,7 @@ def many_rows_kernel(
         if (at + BK) % SEGMENT == 0:
             total += acc
             acc = tl.zeros([BM, BN], tl.float32)
-    if K % SEGMENT > 0:
+    if K % SEGMENT > 0 or K % BK > 0:  # the last segment ends with k, not with a step
         total += acc
     if BIAS:
         total += tl.load(bias + tl.minimum(n, N - 1))[None, :]
@@ -260,8 +261,14 @@ def few_rows(
         tile: columns of a program, 16 or 32; changes no bit.
     """
     rows, width = out.shape
-    if norm is not None and rows > FUSED_ROWS:
-        raise InputError(f"few_rows: {rows} rows of a norm, and it serves {FUSED_ROWS}; norm them by `norm.add_norm`")
+    if rows > FUSED_ROWS and (norm is not None or parts is not None):
+        raise InputError(
+            f"few_rows: {rows} rows of a norm or of attention's tiles, and it serves {FUSED_ROWS}; give it `h`"
+        )
+    if act is not None and not gates(matrix):
+        raise InputError(
+            f"few_rows: an activation in a product of {matrix.in_features} columns; launch `gate.gate` after it"
+        )
     k = matrix.in_features
     lanes = 8 if rows <= 8 else 16 if rows <= 16 else 32
     dtype = nl.TYPES[matrix.dtype]
@@ -334,8 +341,18 @@ def many_rows(weight: Tensor, bias: Tensor | None, h: Tensor, out: Tensor) -> No
 
 def merges(matrix: Matrix, rows: int, head_dim: int, tiles: int) -> bool:
     """Whether `few_rows` takes so many rows of attention as `parts`: every program merges them anew, all in registers."""
-    blocks = nl.cdiv(matrix.in_features, SEGMENTS * BLOCK)
-    return serves(matrix) and rows * blocks * nl.next_power_of_2(tiles) <= MERGED and head_dim % BLOCK == 0
+    size = rows * blocks(matrix) * nl.next_power_of_2(tiles)
+    return serves(matrix) and rows <= FUSED_ROWS and size <= MERGED and head_dim % BLOCK == 0
+
+
+def gates(matrix: Matrix) -> bool:
+    """Whether `few_rows` takes an activation: of four blocks and more, gates and what they gate have no room together."""
+    return blocks(matrix) <= 3
+
+
+def blocks(matrix: Matrix) -> int:
+    """Blocks of k in a segment."""
+    return nl.cdiv(matrix.in_features, SEGMENTS * BLOCK)
 
 
 def serves(matrix: Matrix) -> bool:

@@ -23,7 +23,15 @@ from numem.runtime.paging.pages import PageStorage
 from numem.runtime.sampling import Sampler
 
 CPU = torch.device("cpu")
-CASES = (("8b", "bf16"), ("8b", "q4"), ("0.6b", "q8"), ("270m", "bf16"), ("30b", "q8"))
+CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("8b", "bf16", {}),
+    ("8b", "q4", {}),
+    ("0.6b", "q8", {}),
+    ("270m", "bf16", {}),
+    ("30b", "q8", {}),
+    # as Qwen2.5 7B and Gemma 2 9B: four blocks of k
+    ("8b", "bf16", {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}),
+)
 SHARED_MEMORY = 232448  # bytes of a program on that capability
 POSITIONS = 1024
 
@@ -89,9 +97,9 @@ class Compiler:
                 raise SystemExit(f"{name}: a row of {width} lies as {layouts[layout]}, elsewhere as {expected}")
 
 
-def compile_model(shape: str, form: str) -> None:
+def compile_model(shape: str, form: str, other: dict[str, Any]) -> None:
     """Steps of few and of many lanes, greedy and sampled; passes of many rows; page moves."""
-    config = config_of(shape) | {"num_hidden_layers": 2, "vocab_size": 5120}
+    config = config_of(shape) | {"num_hidden_layers": 2, "vocab_size": 5120} | other
     if "layer_types" in config:
         config["layer_types"] = ["sliding_attention", "full_attention"]
     if "num_experts" in config:
@@ -100,7 +108,7 @@ def compile_model(shape: str, form: str) -> None:
     weights = weights_of(d, Random(form, torch.bfloat16, CPU), POSITIONS)
     decoder = DeviceTransformer(d, weights, dtype="bfloat16", max_position=POSITIONS, device=CPU)
     storage = PageStorage(decoder.spec, d.kv_heads, d.head_dim, 128, form=TokenMajor(CPU))
-    for lanes in (1, 8, 32):
+    for lanes in (1, 2, 8, 32):
         state = LaneState(lanes, 80, CPU)
         state.load([Step(1, 3, [1], Sampler())] * lanes)
         history = torch.zeros((8, lanes), dtype=torch.int64)
@@ -123,8 +131,8 @@ def main() -> None:
     compiler = Compiler()
     compiler.install()
     linear.proved = lambda weight, rows: False
-    for shape, form in CASES:
-        compile_model(shape, form)
+    for case in CASES:
+        compile_model(*case)
     names = sorted({name for name, _ in compiler.compiled})
     print(f"compiled {len(compiler.compiled)} forms of {len(names)} kernels: {' '.join(names)}")
 

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from numem.errors import InputError
 from numem.kernels.cuda import attention, segments
 from numem.kernels.cuda import language as nl
 from numem.kernels.cuda.matrix import Matrix
+from numem.kernels.cuda.merging import Parts
 from tests.gpu.test_attention import Case, Shape, _equal
 
 LEFT = (Shape(3, 1, 128), Shape(2, 1, 256))
@@ -33,6 +35,17 @@ def test_merges(window: int, device: torch.device, dtypes: list[torch.dtype]) ->
                 for lane in (0, 1):
                     _equal(device)(out[lane], whole[lane][rows[lane]])
                 assert out[2].isnan().all() and not scratch.count.any()
+
+
+def test_more_rows_than_are_prepared_one_by_one(device: torch.device, dtypes: list[torch.dtype]) -> None:
+    """They take what the last program merged: a product that was handed their tiles would find no rows."""
+    matrix = Matrix.dense(torch.zeros((8, 256), dtype=dtypes[0], device=device))
+    assert segments.merges(matrix, 4, 128, 1) and not segments.merges(matrix, 5, 128, 1)
+    assert not segments.merges(matrix, 1, 96, 1) and not segments.merges(matrix, 1, 128, 17)
+    words, a = torch.zeros(10, dtype=torch.int64, device=device), torch.zeros((10, 128), device=device)
+    parts = Parts(words, a, 1, torch.zeros(5, dtype=torch.int64, device=device), 2, 128, 0, 1)
+    with pytest.raises(InputError, match="5 rows"):
+        segments.few_rows(matrix, torch.empty((5, 8), dtype=dtypes[0], device=device), parts=parts)
 
 
 @pytest.mark.parametrize("shape", LEFT, ids=lambda s: f"{s.heads}x{s.head_dim}")

@@ -137,3 +137,38 @@ def test_engines_of_one_model_in_threads(device: torch.device, big: bool) -> Non
             for (mine, chosen), (theirs, others) in zip(together, alone, strict=True):
                 assert chosen == others
                 assert all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
+
+
+def test_few_and_many_lanes_of_wide_heads(device: torch.device, big: bool) -> None:
+    """Up to four rows are prepared one by one, with the tiles that attention left; their rows are those of more lanes."""
+    n = 300 if big else 2
+    width = -(-(n + 1) // 16)
+    wide = {
+        "num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 160, "intermediate_size": 64, "head_dim": 128,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    dtype = torch.bfloat16 if big else torch.float32
+    for shape in ("0.6b", "8b"):
+        d = descriptor_of(config_of(shape, dry=True) | wide)
+        torch.manual_seed(12)
+        decoder = DeviceTransformer(
+            d,
+            weights_of(d, Random("bf16", dtype, device), LIMIT),
+            dtype=str(dtype)[6:],
+            max_position=LIMIT,
+            device=device,
+        )
+        engine = Engine(decoder, pages=16 * width)
+        if device.type == "cpu":
+            engine.storage = PageStorage(decoder.spec, 1, 128, 16 * width, form=TokenMajor(device))
+        tables = [range(lane * width, (lane + 1) * width) for lane in range(16)]
+        for lane, table in enumerate(tables):
+            engine.evaluate([Span(table, 0, [(lane + at) % 64 for at in range(n)])])
+        alone = engine.evaluate([Span(tables[0], n, [7])])[0]
+        assert np.isfinite(alone).all() and np.abs(alone).max() > 0
+        for lanes in (2, 4, 5, 8, 16) if big else (4, 5, 8):
+            some = engine.evaluate([Span(table, n, [7 + lane]) for lane, table in enumerate(tables[:lanes])])[0]
+            if big:
+                assert some.tobytes() == alone.tobytes(), lanes
+            else:
+                np.testing.assert_allclose(some, alone, rtol=1e-4, atol=1e-4)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
+from numem.errors import InputError
 from numem.kernels.cuda import chain, gate, linear, segments
 from numem.kernels.cuda.embed import embed
 from numem.kernels.cuda.matrix import Matrix
@@ -14,7 +15,7 @@ from tests.gpu.matrix_fixtures import bits, packed, rows_of
 def test_long_rows(device: torch.device, dtypes: list[torch.dtype], big: bool) -> None:
     """One chain over k: few rows, many rows and, where it is proved, the library's product are equal on the GPU."""
     generator = torch.Generator().manual_seed(6)
-    shapes = [(4096, 6144), (4096, 4096), (14336, 4096)] if big else [(4096, 48)]
+    shapes = [(4096, 6144), (4096, 4096), (14336, 4096), (4128, 512)] if big else [(4096, 48), (4100, 48)]
     for dtype in dtypes:
         for k, n in shapes:
             if big and dtype is torch.float32:
@@ -81,6 +82,28 @@ def test_gate_in_and_after_a_product(act: str, k: int, device: torch.device, dty
             assert torch.equal(bits(after), bits(within))
         else:
             torch.testing.assert_close(after, within, rtol=1e-4, atol=1e-4)
+
+
+def test_an_activation_that_finds_no_room(device: torch.device) -> None:
+    """Rows of more than 3,072 columns in four blocks, and many rows, take it in a launch of its own."""
+    matrix, h = Matrix.dense(torch.zeros((8, 3584), device=device)), torch.zeros((40, 3584), device=device)
+    assert not linear.gates(matrix, 1) and linear.gates(Matrix.dense(torch.zeros(8, 3072)), 32)
+    assert linear.gates(Matrix.dense(torch.zeros(8, 4096)), 32) and not linear.gates(
+        Matrix.dense(torch.zeros(8, 640)), 33
+    )
+    for rows in (1, 40):
+        with pytest.raises(InputError, match=r"launch `gate.gate`"):
+            linear.linear(h[:rows], matrix, torch.empty((rows, 4), device=device), act="silu")
+    with pytest.raises(InputError, match=r"launch `gate.gate`"):
+        segments.few_rows(matrix, torch.empty((1, 4), device=device), h=h[:1], act="silu")
+
+
+def test_scales_that_kernels_do_not_multiply_exactly(device: torch.device) -> None:
+    codes, units = torch.zeros((2, 32), dtype=torch.uint8), torch.ones(2)
+    with pytest.raises(InputError, match="11 bits"):
+        Matrix.packed(
+            codes, torch.full((2, 1), 1.0 + 2.0**-11), units, zero=8, bits=4, dtype=torch.float32, device=device
+        )
 
 
 def test_which_product_serves(device: torch.device) -> None:
