@@ -184,6 +184,7 @@ class Catalog:
                     self._forget(name)
                 if fresh:
                     self._take_up(table, fresh)
+                table.taken_up()
 
     def reload(self) -> None:
         """Move to the newest version now: a compaction replaced files that this handle had yet to read."""

@@ -48,7 +48,7 @@ class FactTable:
         )
         self._clock = clock
         self._seen: set[str] = set()
-        self._loaded = 0
+        self._loaded = self._returned = 0
         self._indexed = 0
         self._appended = False
         # Data file and rows of the last append, which are taken up next and need not be read back for that.
@@ -99,7 +99,7 @@ class FactTable:
         self.dataset.acknowledge_index()
 
     def current(self, force: bool = False) -> bool:
-        """Whether everything committed was returned by `fresh`."""
+        """Whether everything committed was returned by `fresh` and taken up."""
         return not self.dataset.changed(force) and self.dataset.version == self._loaded
 
     def fresh(self, force: bool = False) -> list[Any]:
@@ -111,7 +111,7 @@ class FactTable:
             self.dataset.refresh()
         elif self.dataset.version == self._loaded:
             return []
-        self._loaded = self.dataset.version
+        self._returned = self.dataset.version
         fragments = self.dataset.fragments()
         self.replaced = not self._seen.issubset(fragments)
         if self.replaced:
@@ -123,6 +123,10 @@ class FactTable:
                 self._seen.add(file)
                 fresh.append(fragment)
         return self.sound(fresh)
+
+    def taken_up(self) -> None:
+        """What `fresh` returned last is known now: until then `current` is false, and other threads wait for it."""
+        self._loaded = self._returned
 
     def sound(self, fragments: Sequence[Any]) -> list[Any]:
         """Those whose data files have the bytes that were acknowledged; the others are named in `damaged`."""

@@ -192,7 +192,7 @@ class Promoter:
         return satisfied
 
     def _sources(self, content: bytes, target: Tier) -> list[Placement]:
-        return [placement for placement in self._parts.reader.replicas(content) if placement.tier != target.name]
+        return self._parts.reader.elsewhere(content, target.name)
 
     def _announce(self, groups: Sequence[Sequence[Node]], target: Tier) -> None:
         pieces = dict.fromkeys(

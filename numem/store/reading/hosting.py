@@ -100,7 +100,7 @@ class Hosting:
 
     def _copy(self, content: bytes, scope: bytes, name: str) -> tuple[int, str]:
         """Bytes copied, and why not."""
-        sources = [place for place in self._reader.replicas(content) if place.tier != name]
+        sources = self._reader.elsewhere(content, name)
         if not sources:
             return 0, "no readable replica in another tier"
         try:

@@ -93,6 +93,14 @@ class Reader:
             found.sort(key=lambda p: (self._ranks[p.tier], p.sequence))
         return tuple(found)
 
+    def elsewhere(self, content: bytes, tier: str) -> list[Placement]:
+        """Ready copies in other tiers, nearest first; the catalog is asked again before it is said that there are none."""
+        found = [placement for placement in self.replicas(content) if placement.tier != tier]
+        if not found:
+            self._catalog.refresh("placements", force=True)
+            found = [placement for placement in self.replicas(content) if placement.tier != tier]
+        return found
+
     def read(
         self, requests: Sequence[tuple[bytes, Buffer]], tier: str | None = None, deadline_s: float | None = None
     ) -> ReadReport:
@@ -141,9 +149,7 @@ class Reader:
             target: "" to read from any tier.
         """
         reason = "no readable replica in another tier" if target else "no readable replica"
-        for placement in self.replicas(content):
-            if placement.tier == target:
-                continue
+        for placement in self.elsewhere(content, target):
             failure = self._try(placement, view)
             if failure is None:
                 reason = verify(view)
