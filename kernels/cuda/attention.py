@@ -1,11 +1,12 @@
 """Attention of one row per lane over the pages of its lane: norms, rotation and page write included, in one launch.
 
-Keys are walked in tiles of 128, or 64 where heads are wide, at absolute multiples. A tile has a softmax of its own: with s = q k^T and u = scale log2 e
-(of soft-capped s: u = log2 e), m = u max(s), p = 2^(u s - m), the exponent one fused step, rounded to DT, l = sum of the
-rounded p and a = p V, both by the tensor core (so that neither depends on how warps share the keys). Tiles are merged in order (`numem.kernels.cuda.merging`). Programs compute tiles of a lane side by side;
-the one that ends last merges them, so what it computes does not depend on which that is; where tiles are many and lanes
-few, a second launch merges by columns; where both are few, the product that follows does. The form for many rows, `numem.kernels.cuda.attention_prefill`, does the same one
-tile after another.
+Keys are walked in tiles of 128, or 64 where heads are wide, at absolute multiples. A tile has a softmax of its own: with
+s = q k^T and u = scale log2 e (of soft-capped s: u = log2 e), m = u max(s), p = 2^(u s - m), the exponent one fused step,
+rounded to DT, l = sum of the rounded p and a = p V, both by the tensor core (so that neither depends on how warps share the
+keys). Tiles are merged in order (`numem.kernels.cuda.merging`). Programs compute tiles of a lane side by side; the one that
+ends last merges them, so what it computes does not depend on which that is; where tiles are many and lanes few, a second
+launch merges by columns; where both are few, the product that follows does. The form for many rows,
+`numem.kernels.cuda.attention_prefill`, does the same one tile after another.
 """
 
 from dataclasses import dataclass

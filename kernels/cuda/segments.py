@@ -249,7 +249,8 @@ def few_rows(
     tile: int = 16,
     pdl: bool = False,
 ) -> None:
-    """out = matrix of rows: of `h`, of what a norm gives, or of what tiles of attention left; with `act` the matrix is [gate | up] and out the gated half.
+    """out = matrix of rows: of `h`, of what a norm gives, or of what tiles of attention left; with `act` the matrix is
+    [gate | up] and out the gated half.
 
     Args:
         matrix: K < 4096.
