@@ -131,7 +131,7 @@ class Random:
         # codes are uniform: their deviation is the range / sqrt(12)
         scale = k**-0.5 * 12**0.5 / (1 << bits)
         spread = torch.rand((n, blocks * (BLOCK // STEP)), device=self.device) * 0.5 + 0.75
-        return Matrix(n, k, words, bits, self.dtype, scales=(spread * scale).half().float(), zero=zero)
+        return Matrix(n, k, words, bits, self.dtype, scales=(spread * scale).half(), zero=zero)
 
     def norm(self, width: int, offset: float) -> Tensor:
         """A norm's weight, as the kernel reads it with `offset`."""

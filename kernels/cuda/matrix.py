@@ -1,7 +1,9 @@
 """A weight matrix on a device: dense, or packed codes that kernels turn into dense weights in registers.
 
-Packed: rows of int32 words of consecutive codes, the first in the lowest bits, padded to blocks of 128 columns. So what
-a thread loads are neighbouring weights, and unpacking needs no exchange between threads. A weight is DT((code - zero) * scale (+ min)) by block of 32.
+Packed: rows of int32 words, padded to blocks of 128 columns, in the order in which the tensor core takes weights from
+registers: thread t of the four of a row multiplies columns 16 s + 8 h + 2 t + e, e and h in {0, 1}, so these lie together,
+16 bytes of a thread, and unpacking needs no exchange between threads. `packed_bytes` has the order. A weight is
+DT((code - zero) * scale (+ min)) by block of 32.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ class Matrix:
         bits: 16 where dense, else 8 or 4.
         dtype: DT, of the weights as products take them.
         bias: float32 [N], or None.
-        scales, mins: float32 [N, ceil(K / 128) * 4].
+        scales, mins: [N, ceil(K / 128) * 4], float16 where that holds all of them exactly, else float32.
     """
 
     out_features: int
@@ -77,20 +79,17 @@ class Matrix:
                 "matrix: scales of more than 11 bits without mins; keep them in float16, or the weights dense"
             )
         blocks = -(-k // BLOCK)
-        pieces = 32 // bits
-        words = torch.zeros((n, blocks * BLOCK // pieces), dtype=torch.int32, device=codes.device)
         padded = torch.full((n, blocks * BLOCK), zero, dtype=torch.uint8, device=codes.device)
         padded[:, :k] = codes
-        view = padded.view(n, -1, pieces)
-        for i in range(pieces):
-            words |= view[:, :, i].to(torch.int32) << (bits * i)
+        words = packed_bytes(padded, bits).view(torch.int32)
 
         def spread(small: Tensor | None) -> Tensor | None:
             if small is None:
                 return None
             out = torch.zeros((n, blocks * (BLOCK // STEP)), device=small.device)
             out[:, : k // STEP] = small.float() * units[:, None]
-            return out.to(device)
+            half = out.half()
+            return (half if torch.equal(half.float(), out) else out).to(device)
 
         return cls(
             n, k, words.to(device), bits, dtype, bias,
@@ -108,16 +107,38 @@ class Matrix:
         if self.bits == 16:
             return self.weights
         assert self.scales is not None
-        n, pieces = self.out_features, 32 // self.bits
-        shifts = self.bits * torch.arange(pieces, device=self.weights.device, dtype=torch.int32)
-        codes = (self.weights[..., None] >> shifts & (1 << self.bits) - 1).reshape(n, -1, STEP)
-        values = (codes - self.zero).float()
+        n = self.out_features
+        codes = codes_of(self.weights.view(torch.uint8), self.bits).view(n, -1, STEP)
+        values = (codes.int() - self.zero).float()
         # one rounding of product and sum, as the kernels' fused step
         if self.mins is not None:
             values = (values.double() * self.scales[..., None].double() + self.mins[..., None].double()).float()
         else:
             values = values * self.scales[..., None].float()
         return values.view(n, -1)[:, : self.in_features].to(self.dtype).contiguous()
+
+
+def packed_bytes(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [N, K], K a multiple of 128, as bytes [N, K * bits / 8] in the order of packed rows.
+
+    Of a block of columns 64 c + 16 s + 8 h + 2 t + e, bytes (c, t, s, h, e) in 8 bits; in 4 bits (t, c, s // 2, h, e), of
+    which the upper half is of the odd s.
+    """
+    n = len(codes)
+    parts = codes.view(n, -1, 2, 4, 2, 4, 2)  # block, c, s, h, t, e
+    if bits == 8:
+        return parts.permute(0, 1, 2, 5, 3, 4, 6).reshape(n, -1)
+    parts = parts.unflatten(3, (2, 2)).permute(0, 1, 6, 2, 3, 5, 7, 4)  # block, t, c, s // 2, h, e, s % 2
+    return (parts[..., 0] | parts[..., 1] << 4).reshape(n, -1)
+
+
+def codes_of(packed: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [N, K] of bytes of `packed_bytes`."""
+    n = len(packed)
+    if bits == 8:
+        return packed.view(n, -1, 2, 4, 4, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).reshape(n, -1)
+    both = torch.stack((packed & 15, packed >> 4), -1).view(n, -1, 4, 2, 2, 2, 2, 2)
+    return both.permute(0, 1, 3, 4, 7, 5, 2, 6).reshape(n, -1)
 
 
 @dataclass(frozen=True, slots=True)

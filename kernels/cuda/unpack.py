@@ -11,34 +11,45 @@ from numem.kernels.cuda.matrix import Matrix
 @jit
 def words_of(w, n, first, K: tl.constexpr, BITS: tl.constexpr):
     """What is read of the weights [S, BN, 128] at rows n [BN] and the 128 columns from each of `first` [S]: values, or
-    packed words."""
+    packed words [8, S, BN / 16, 2, H, 16], half a row of them, or all, being 16 words.
+
+    A thread takes four words of the rows g and g + 8 of 16: of the columns that it hands to the tensor core. The compiler
+    spreads threads over the last dimension, of neighbours in memory, and then over the first ones.
+    """
+    S: tl.constexpr = first.shape[0]
+    BN: tl.constexpr = n.shape[0]
     if BITS == 16:
         kk = first[:, None] + tl.arange(0, 128)[None, :]
         at = n[None, :, None].to(tl.int64) * K + kk[:, None, :]
         return tl.load(w + at, mask=(kk < K)[:, None, :], other=0.0)
     else:
-        PER: tl.constexpr = 32 // BITS
-        WORDS: tl.constexpr = 128 // PER
-        j = tl.arange(0, WORDS)
-        at = n[None, :, None].to(tl.int64) * (tl.cdiv(K, 128) * WORDS) + (
-            first[:, None, None] // PER + j[None, None, :]
-        )
-        if first.shape[0] > 1:
-            # A thread takes the words of eight weights, 16 bytes of a row in shared memory: what neighbouring threads
-            # write there lies in different banks, which it would not after loads of 16 bytes.
-            at = tl.max_contiguous(tl.multiple_of(at, (1, 1, BITS // 4)), (1, 1, 2))
-        return tl.load(w + at, mask=(first < K)[:, None, None], other=0)
+        row = rows_of(n, BN).to(tl.int64) * (tl.cdiv(K, 128) * (4 * BITS))
+        half = tl.arange(0, BITS // 4)[None, None, None, None, :, None] * 16
+        start = first[None, :, None, None, None, None] // (32 // BITS)
+        inside = first[None, :, None, None, None, None] < K
+        at = row + start + half + tl.arange(0, 16)[None, None, None, None, None, :]
+        return tl.load(w + at, mask=inside, other=0)
+
+
+@jit
+def rows_of(n, BN: tl.constexpr):
+    """Rows n [BN] as [8, 1, BN / 16, 2, 1, 1]: rows g and g + 8 of 16 are the same thread's."""
+    return tl.reshape(tl.permute(tl.reshape(n, (BN // 16, 2, 8)), (2, 0, 1)), (8, 1, BN // 16, 2, 1, 1))
 
 
 @jit
 def scales_of(scales, n, first, K: tl.constexpr, BITS: tl.constexpr):
-    """Scales (or mins) [S, BN, 4] of the blocks of 32 in the 128 columns from each of `first` [S]."""
+    """Scales (or mins) [8, S, BN / 16, 2, 1, 16] of the blocks of 32 in the 128 columns from each of `first` [S]: the four
+    of a row, four times, as four threads share a row."""
+    BN: tl.constexpr = n.shape[0]
     if BITS == 16:
         return 0.0
     else:
-        q = tl.arange(0, 4)
-        at = n[None, :, None].to(tl.int64) * (tl.cdiv(K, 128) * 4) + (first[:, None, None] // 32 + q[None, None, :])
-        return tl.load(scales + at, mask=(first < K)[:, None, None], other=0.0)
+        row = rows_of(n, BN).to(tl.int64) * (tl.cdiv(K, 128) * 4)
+        start = first[None, :, None, None, None, None] // 32
+        inside = first[None, :, None, None, None, None] < K
+        at = row + start + (tl.arange(0, 16) % 4)[None, None, None, None, None, :]
+        return tl.load(scales + at, mask=inside, other=0.0)
 
 
 @jit
@@ -80,9 +91,13 @@ def dense_of(words, base, I: tl.constexpr, scale, low, ZERO: tl.constexpr, MINS:
 
 @jit
 def of_words(x, S: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr):
-    """Scales [S, BN, 4] of blocks as those of their words, float32 [S, BN, words]."""
-    spread = tl.broadcast_to(x.to(tl.float32)[:, :, :, None], (S, BN, 4, BITS))
-    return tl.reshape(spread, (S, BN, 4 * BITS))
+    """Scales of `scales_of` as those of the words of `words_of`, float32."""
+    W: tl.constexpr = BN // 16
+    if BITS == 8:  # a word of half c and columns 16 s + ... belongs to block 2 c + s // 2
+        x = tl.permute(tl.reshape(x, (8, S, W, 2, 4, 2, 2)), (0, 1, 2, 3, 5, 4, 6))
+        x = tl.broadcast_to(x[:, :, :, :, :, :, :, None], (8, S, W, 2, 2, 4, 2, 2))
+        x = tl.reshape(x, (8, S, W, 2, 2, 16))
+    return x
 
 
 @jit
@@ -98,34 +113,44 @@ def unpacked(
     DT: tl.constexpr,
 ):
     """Weights [S, BN, 128] of packed words: DT(((code - zero) * scale (+ min)))."""
+    W: tl.constexpr = BN // 16
     if BITS == 16:
         return words
     else:
-        s, base = of_words(scale, S, BN, BITS), base_of(words)
+        scale, base = scale.to(tl.float32), base_of(words)
+        s = of_words(scale, S, BN, BITS)
         if MINS:
-            b = of_words(low, S, BN, BITS)
+            b = of_words(low.to(tl.float32), S, BN, BITS)
         else:
             # 32896 = 257 * 2^7 and 32776 = 4097 * 2^3, and scales have 11 bits: the product is exact, and the fused step
             # rounds once, as (code - zero) * scale does
-            b = of_words(scale.to(tl.float32) * -(32768.0 + ZERO), S, BN, BITS)
+            b = of_words(scale * -(32768.0 + ZERO), S, BN, BITS)
+        # bytes are (h, e), of columns 8 h + e; in 4 bits the lower half of one is of 16 columns before the upper. Columns
+        # e are joined last, as two of them lie in one register.
         if BITS == 8:
             v0 = dense_of(words, base, 0, s, b, ZERO, MINS, DT)
             v1 = dense_of(words, base, 1, s, b, ZERO, MINS, DT)
             v2 = dense_of(words, base, 2, s, b, ZERO, MINS, DT)
             v3 = dense_of(words, base, 3, s, b, ZERO, MINS, DT)
             v = tl.join(tl.join(v0, v2), tl.join(v1, v3))
+            #       0  1  2  3  4  5  6  7  8
+            # from  g  S  W  A  c  t  s  h  e
+            v = tl.permute(tl.reshape(v, (8, S, W, 2, 2, 4, 4, 2, 2)), (1, 2, 3, 0, 4, 6, 7, 5, 8))
         else:
             even, odd = words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
             v0 = dense_of(even, base, 0, s, b, ZERO, MINS, DT)
-            v1 = dense_of(odd, base, 0, s, b, ZERO, MINS, DT)
-            v2 = dense_of(even, base, 1, s, b, ZERO, MINS, DT)
-            v3 = dense_of(odd, base, 1, s, b, ZERO, MINS, DT)
-            v4 = dense_of(even, base, 2, s, b, ZERO, MINS, DT)
-            v5 = dense_of(odd, base, 2, s, b, ZERO, MINS, DT)
-            v6 = dense_of(even, base, 3, s, b, ZERO, MINS, DT)
+            v1 = dense_of(even, base, 1, s, b, ZERO, MINS, DT)
+            v2 = dense_of(even, base, 2, s, b, ZERO, MINS, DT)
+            v3 = dense_of(even, base, 3, s, b, ZERO, MINS, DT)
+            v4 = dense_of(odd, base, 0, s, b, ZERO, MINS, DT)
+            v5 = dense_of(odd, base, 1, s, b, ZERO, MINS, DT)
+            v6 = dense_of(odd, base, 2, s, b, ZERO, MINS, DT)
             v7 = dense_of(odd, base, 3, s, b, ZERO, MINS, DT)
-            first, second = tl.join(tl.join(v0, v4), tl.join(v2, v6)), tl.join(tl.join(v1, v5), tl.join(v3, v7))
+            first, second = tl.join(tl.join(v0, v2), tl.join(v4, v6)), tl.join(tl.join(v1, v3), tl.join(v5, v7))
             v = tl.join(first, second)
+            #       0  1  2  3  4  5     6  7  8
+            # from  g  S  W  A  t  c, s  h  s  e
+            v = tl.permute(tl.reshape(v, (8, S, W, 2, 4, 4, 2, 2, 2)), (1, 2, 3, 0, 5, 7, 6, 4, 8))
         return nl.opaque(tl.reshape(v, (S, BN, 128)), DT)
 
 
@@ -134,8 +159,12 @@ def unpacked_row(table, scales, mins, row, i, inside, K: tl.constexpr, BITS: tl.
     """Weights DT at columns i of a row; the layout is that of `Matrix`."""
     PER: tl.constexpr = 32 // BITS
     BLOCKS: tl.constexpr = (K + 127) // 128
-    word = tl.load(table + row * (BLOCKS * 128 // PER) + i // PER, mask=inside, other=0)
-    code = (word >> i % PER * BITS) & ((1 << BITS) - 1)
+    if BITS == 8:
+        at, shift = i // 64 * 16 + i // 2 % 4 * 4 + i // 16 % 4, 8 * (i // 8 % 2 * 2 + i % 2)
+    else:
+        at, shift = i // 128 * 16 + i // 2 % 4 * 4 + i // 32 % 4, 8 * (i // 8 % 2 * 2 + i % 2) + i // 16 % 2 * 4
+    word = tl.load(table + row * (BLOCKS * 128 // PER) + at, mask=inside, other=0)
+    code = (word >> shift) & ((1 << BITS) - 1)
     value = (code - ZERO).to(tl.float32)
     scale = tl.load(scales + row * (BLOCKS * 4) + i // 32, mask=inside, other=0.0).to(tl.float32)
     if MINS:
