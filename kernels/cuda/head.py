@@ -163,7 +163,7 @@ def settings(matrix: Matrix, rows: int) -> Config:
     """Enough bytes under way on every multiprocessor: three programs of three tiles of weights each; of packed weights,
     more and smaller programs, as they wait for arithmetic."""
     if matrix.bits != 16:
-        return 64, 128, 2 if rows <= 8 else 4, 2 if matrix.in_features < 1024 else 3
+        return 64, 128, 2 if rows <= 8 else 4, 3
     if matrix.dtype.itemsize == 4:
         return 32, 32, 4, 2
     return 64, 128, 4, 4 if rows <= 32 else 3  # as many as leave room for a second program

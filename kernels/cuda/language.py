@@ -32,6 +32,9 @@ def tile_keys(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 64
 
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200: it decides how products are cut, and no bit."""
+
 NORM_WARPS = 8
 """Warps of every kernel that sums the squares of a row: part of the numeric policy."""
 

@@ -3,7 +3,8 @@
 Packed: rows of int32 words, padded to blocks of 128 columns, in the order in which the tensor core takes weights from
 registers: thread t of the four of a row multiplies columns 16 s + 8 h + 2 t + e, e and h in {0, 1}, so these lie together,
 16 bytes of a thread, and unpacking needs no exchange between threads. `packed_bytes` has the order. A weight is
-DT((code - zero) * scale (+ min)) by block of 32.
+DT((code - zero) * scale (+ min)) by block of 32. Scales of 16 rows lie together, block of columns by block, as tiles of
+products read them.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from numem.errors import InputError
 
 BLOCK = 128
 STEP = 32
+TILE = 16  # rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Matrix:
         bits: 16 where dense, else 8 or 4.
         dtype: DT, of the weights as products take them.
         bias: float32 [N], or None.
-        scales, mins: [N, ceil(K / 128) * 4], float16 where that holds all of them exactly, else float32.
+        scales, mins: [ceil(N / 16), ceil(K / 128), 16, 4], float16 where that holds all of them exactly, else float32.
     """
 
     out_features: int
@@ -89,7 +91,7 @@ class Matrix:
             out = torch.zeros((n, blocks * (BLOCK // STEP)), device=small.device)
             out[:, : k // STEP] = small.float() * units[:, None]
             half = out.half()
-            return (half if torch.equal(half.float(), out) else out).to(device)
+            return tiled(half if torch.equal(half.float(), out) else out).to(device)
 
         return cls(
             n, k, words.to(device), bits, dtype, bias,
@@ -110,11 +112,12 @@ class Matrix:
         n = self.out_features
         codes = codes_of(self.weights.view(torch.uint8), self.bits).view(n, -1, STEP)
         values = (codes.int() - self.zero).float()
+        scales = rows_of(self.scales, n)[..., None]
         # one rounding of product and sum, as the kernels' fused step
         if self.mins is not None:
-            values = (values.double() * self.scales[..., None].double() + self.mins[..., None].double()).float()
+            values = (values.double() * scales.double() + rows_of(self.mins, n)[..., None].double()).float()
         else:
-            values = values * self.scales[..., None].float()
+            values = values * scales.float()
         return values.view(n, -1)[:, : self.in_features].to(self.dtype).contiguous()
 
 
@@ -128,7 +131,7 @@ def packed_bytes(codes: Tensor, bits: int) -> Tensor:
     parts = codes.view(n, -1, 2, 4, 2, 4, 2)  # block, c, s, h, t, e
     if bits == 8:
         return parts.permute(0, 1, 2, 5, 3, 4, 6).reshape(n, -1)
-    parts = parts.unflatten(3, (2, 2)).permute(0, 1, 6, 2, 3, 5, 7, 4)  # block, t, c, s // 2, h, e, s % 2
+    parts = codes.view(n, -1, 2, 2, 2, 2, 4, 2).permute(0, 1, 6, 2, 3, 5, 7, 4)  # block, t, c, s // 2, h, e, s % 2
     return (parts[..., 0] | parts[..., 1] << 4).reshape(n, -1)
 
 
@@ -139,6 +142,18 @@ def codes_of(packed: Tensor, bits: int) -> Tensor:
         return packed.view(n, -1, 2, 4, 4, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).reshape(n, -1)
     both = torch.stack((packed & 15, packed >> 4), -1).view(n, -1, 4, 2, 2, 2, 2, 2)
     return both.permute(0, 1, 3, 4, 7, 5, 2, 6).reshape(n, -1)
+
+
+def tiled(scales: Tensor) -> Tensor:
+    """Scales [N, 4 blocks] of rows as [ceil(N / 16), blocks, 16, 4]."""
+    n = len(scales)
+    padded = torch.nn.functional.pad(scales, (0, 0, 0, -n % TILE))
+    return padded.view(-1, TILE, scales.shape[1] // 4, 4).transpose(1, 2).contiguous()
+
+
+def rows_of(scales: Tensor, n: int) -> Tensor:
+    """Scales [n, 4 blocks] of what `tiled` gave."""
+    return scales.transpose(1, 2).reshape(-1, 4 * scales.shape[1])[:n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +183,12 @@ class Stack:
         def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
             return None if parts[0] is None else torch.cat([p for p in parts if p is not None])
 
+        def joined_tiles(parts: Sequence[Tensor | None]) -> Tensor | None:
+            whole = joined([None if p is None else rows_of(p, n) for p in parts])
+            return None if whole is None else tiled(whole)
+
         weights = joined([each.weights for each in matrices])
         assert weights is not None
-        scales, mins = joined([each.scales for each in matrices]), joined([each.mins for each in matrices])
+        scales, mins = joined_tiles([each.scales for each in matrices]), joined_tiles([each.mins for each in matrices])
         rows = len(matrices) * n
         return cls(Matrix(rows, k, weights, first.bits, first.dtype, None, scales, mins, first.zero), len(matrices))

@@ -87,7 +87,9 @@ def settled(x, BITS: tl.constexpr, DT: tl.constexpr):
             "mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11; "
             "mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15; }"
         )
-        return tl.inline_asm_elementwise(asm, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x], dtype=x.dtype, is_pure=False, pack=16)
+        return tl.inline_asm_elementwise(
+            asm, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x], dtype=x.dtype, is_pure=False, pack=16
+        )
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -264,7 +266,7 @@ def few_rows(
     norm: "Norm | None" = None,
     parts: Parts | None = None,
     act: str | None = None,
-    tile: int = 16,
+    tile: int = 0,
     pdl: bool = False,
 ) -> None:
     """out = matrix of rows: of `h`, of what a norm gives, or of what tiles of attention left; with `act` the matrix is
@@ -277,7 +279,7 @@ def few_rows(
         norm: of up to `FUSED_ROWS` rows, a norm of the residual stream, with the branch that joins it first.
         parts: tiles of attention, where `merges` says so.
         act: an activation of `nl.ACTIVATIONS`.
-        tile: columns of a program, 16 or 32; changes no bit.
+        tile: columns of a program, 16 or 32, else as `columns` has it; changes no bit.
     """
     rows, width = out.shape
     if rows > FUSED_ROWS and (norm is not None or parts is not None):
@@ -290,6 +292,7 @@ def few_rows(
         )
     k = matrix.in_features
     lanes = 8 if rows <= 8 else 16 if rows <= 16 else 32
+    tile = tile or columns(matrix, width, lanes, act is not None)
     dtype = nl.TYPES[matrix.dtype]
     none = out
     x = norm.x if norm is not None else none
@@ -372,6 +375,15 @@ def gates(matrix: Matrix) -> bool:
 def blocks(matrix: Matrix) -> int:
     """Blocks of k in a segment."""
     return nl.cdiv(matrix.in_features, SEGMENTS * BLOCK)
+
+
+def columns(matrix: Matrix, width: int, lanes: int, gated: bool) -> int:
+    """Columns of a program: 32 where 16 would give some multiprocessors two programs, each of which prepares the rows anew,
+    and where the weights of 32 leave room for programs of the next kernel: dense ones lie in shared memory, unpacked ones
+    in registers."""
+    size = blocks(matrix) * (1 + gated) * matrix.dtype.itemsize
+    most = 4 if matrix.bits == 16 else 2
+    return 32 if lanes == 8 and size <= most and nl.cdiv(width, 16) > nl.MULTIPROCESSORS else 16
 
 
 def serves(matrix: Matrix) -> bool:

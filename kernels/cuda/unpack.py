@@ -16,7 +16,6 @@ def words_of(w, n, first, K: tl.constexpr, BITS: tl.constexpr):
     A thread takes four words of the rows g and g + 8 of 16: of the columns that it hands to the tensor core. The compiler
     spreads threads over the last dimension, of neighbours in memory, and then over the first ones.
     """
-    S: tl.constexpr = first.shape[0]
     BN: tl.constexpr = n.shape[0]
     if BITS == 16:
         kk = first[:, None] + tl.arange(0, 128)[None, :]
@@ -45,48 +44,59 @@ def scales_of(scales, n, first, K: tl.constexpr, BITS: tl.constexpr):
     if BITS == 16:
         return 0.0
     else:
-        row = rows_of(n, BN).to(tl.int64) * (tl.cdiv(K, 128) * 4)
-        start = first[None, :, None, None, None, None] // 32
+        row = scales_at(rows_of(n, BN).to(tl.int64), K)
+        start = first[None, :, None, None, None, None] // 128 * 64
         inside = first[None, :, None, None, None, None] < K
         at = row + start + (tl.arange(0, 16) % 4)[None, None, None, None, None, :]
         return tl.load(scales + at, mask=inside, other=0.0)
 
 
 @jit
+def scales_at(row, K: tl.constexpr):
+    """Where the scales of the first block of a row lie."""
+    return row // 16 * (tl.cdiv(K, 128) * 64) + row % 16 * 4
+
+
+@jit
 def number(words, base, I: tl.constexpr):
-    """32768 + byte I of words as float32: the byte goes into the mantissa of `base`, in one instruction."""
+    """Byte I of words added to 32768, or to 65536 where I is odd, as float32: it goes into the mantissa of `base`, in one
+    instruction, of which two kinds take turns, as each has a unit of its own."""
     if nl.IN_PYTHON:
-        bits = ((words >> (8 * I)) & 255) << 8 | 0x47000000
+        bits = ((words >> (8 * I)) & 255) << 8 - I % 2 | 0x47000000 | I % 2 << 23
     elif I == 0:
         bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7604;", "=r,r,r", [words, base], tl.int32, True, 1)
-    elif I == 1:
-        bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7614;", "=r,r,r", [words, base], tl.int32, True, 1)
+    elif I == 1:  # the byte times 128
+        bits = tl.inline_asm_elementwise("dp4a.u32.u32 $0, $1, 0x8000, $2;", "=r,r,r", [words, base], tl.int32, True, 1)
     elif I == 2:
         bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7624;", "=r,r,r", [words, base], tl.int32, True, 1)
     else:
-        bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7634;", "=r,r,r", [words, base], tl.int32, True, 1)
+        bits = tl.inline_asm_elementwise(
+            "dp4a.u32.u32 $0, $1, 0x80000000, $2;", "=r,r,r", [words, base], tl.int32, True, 1
+        )
     return bits.to(tl.float32, bitcast=True)
 
 
 @jit
-def base_of(words):
-    """32768 as bits of float32, in a register: an instruction takes one constant, and the bytes' places are one."""
+def base_of(words, ODD: tl.constexpr):
+    """32768 or 65536 as bits of float32, in a register: an instruction takes one constant, and the bytes' places are one."""
     if nl.IN_PYTHON:
         return words
     else:
-        asm: tl.constexpr = (
-            "{ .reg .u32 lane; mov.u32 lane, %laneid; shr.u32 lane, lane, 8; add.u32 $0, lane, 0x47000000; }"
-        )
+        even: tl.constexpr = "mov.u32 lane, %laneid; shr.u32 lane, lane, 8; add.u32 $0, lane, 0x47000000;"
+        odd: tl.constexpr = "mov.u32 lane, %laneid; shr.u32 lane, lane, 8; add.u32 $0, lane, 0x47800000;"
+        asm: tl.constexpr = "{ .reg .u32 lane; " + (odd if ODD else even) + " }"
         return tl.inline_asm_elementwise(asm, "=r", [], tl.int32, True, 1)
 
 
 @jit
-def dense_of(words, base, I: tl.constexpr, scale, low, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr):
-    """DT((byte I - zero) * scale (+ min)); without mins, low = -(32768 + zero) * scale."""
-    code = number(words, base, I)
+def dense_of(words, bases, I: tl.constexpr, scale, lows, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr):
+    """DT((byte I - zero) * scale (+ min)); of bases and lows, the even and the odd bytes'. Without mins, low =
+    -(32768 or 65536 + zero) * scale."""
+    ODD: tl.constexpr = I % 2
+    code = number(words, bases[ODD], I)
     if MINS:
-        code -= 32768.0 + ZERO
-    return tl.fma(code, scale, low).to(DT)
+        code -= (32768 << ODD) + ZERO
+    return tl.fma(code, scale, lows[ODD]).to(DT)
 
 
 @jit
@@ -117,14 +127,18 @@ def unpacked(
     if BITS == 16:
         return words
     else:
-        scale, base = scale.to(tl.float32), base_of(words)
+        scale, base = scale.to(tl.float32), (base_of(words, False), base_of(words, True))
         s = of_words(scale, S, BN, BITS)
         if MINS:
-            b = of_words(low.to(tl.float32), S, BN, BITS)
+            least = of_words(low.to(tl.float32), S, BN, BITS)
+            b = (least, least)
         else:
-            # 32896 = 257 * 2^7 and 32776 = 4097 * 2^3, and scales have 11 bits: the product is exact, and the fused step
-            # rounds once, as (code - zero) * scale does
-            b = of_words(scale * -(32768.0 + ZERO), S, BN, BITS)
+            # 32768 + 128 = 257 * 2^7, 65536 + 8 = 8193 * 2^3 and so on, and scales have 11 bits: the product is exact, and
+            # the fused step rounds once, as (code - zero) * scale does
+            b = (
+                of_words(scale * -(32768.0 + ZERO), S, BN, BITS),
+                of_words(scale * -(65536.0 + ZERO), S, BN, BITS),
+            )
         # bytes are (h, e), of columns 8 h + e; in 4 bits the lower half of one is of 16 columns before the upper. Columns
         # e are joined last, as two of them lie in one register.
         if BITS == 8:
@@ -166,9 +180,10 @@ def unpacked_row(table, scales, mins, row, i, inside, K: tl.constexpr, BITS: tl.
     word = tl.load(table + row * (BLOCKS * 128 // PER) + at, mask=inside, other=0)
     code = (word >> shift) & ((1 << BITS) - 1)
     value = (code - ZERO).to(tl.float32)
-    scale = tl.load(scales + row * (BLOCKS * 4) + i // 32, mask=inside, other=0.0).to(tl.float32)
+    block = scales_at(row, K) + i // 128 * 64 + i // 32 % 4
+    scale = tl.load(scales + block, mask=inside, other=0.0).to(tl.float32)
     if MINS:
-        low = tl.load(mins + row * (BLOCKS * 4) + i // 32, mask=inside, other=0.0).to(tl.float32)
+        low = tl.load(mins + block, mask=inside, other=0.0).to(tl.float32)
         value = tl.fma(value, scale, low)
     else:
         value = value * scale
