@@ -260,7 +260,7 @@ def decode(
         qkv, cos if norms is None else norms.q, cos if norms is None else norms.k, cos, sin, k_layer, v_layer, tables,
         positions, out, scratch.words.view(torch.float32), scratch.words, scratch.a, scratch.count, tables.shape[1], scratch.tiles,
         0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset, scale, softcap,
-        HEADS=heads, KV=kv_heads, GROUP=group, GP=max(8, nl.next_power_of_2(group + 1)), GH=nl.next_power_of_2(group),
+        HEADS=heads, KV=kv_heads, GROUP=group, GP=max(4, nl.next_power_of_2(group + 1)), GH=nl.next_power_of_2(group),
         D=head_dim, DP=nl.next_power_of_2(head_dim), W=cos.shape[1], NORM=norms is not None, CAP=softcap > 0,
         WINDOW=window, TILE=keys, EACH=each, STAGES=stages, LEAVE=merge != "last", AHEAD=AHEAD,
         DT=dt, PRECISION=nl.precision(qkv.dtype),

@@ -53,8 +53,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
+    """x = rows of a table, times `scale`; h = norm(x)."""
+
     table: Matrix
     scale: float
+    norm: NormOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,10 @@ class _Lowering:
         each = ops[at]
         after: Any = ops[at + 1] if at + 1 < len(ops) else None
         if isinstance(each, op.Embed):
-            self.out.append(Embedding(_matrix(each.table), each.scale))
+            if not (isinstance(after, op.RmsNorm) and after.residual is None and after.x != after.out):
+                raise _refused(each)
+            norm = NormOf(after.weight, after.eps, after.offset)
+            self.out.append(Embedding(_matrix(each.table), each.scale, norm))
         elif isinstance(each, op.RmsNorm):
             self._take_norm(each)
         elif isinstance(each, op.Matmul):
@@ -312,7 +318,11 @@ class DeviceProgram:
         parts: Parts | None = None
         for each, after in zip(self.launches, (*self.launches[1:], None), strict=True):
             if isinstance(each, Embedding):
-                embed.embed(each.table, call.tokens, buffers.x[0][:rows], each.scale, pdl=call.pdl)
+                first = each.norm
+                embed.embed(
+                    each.table, call.tokens, buffers.x[0][:rows], each.scale,
+                    weight=first.weight, h=buffers.h[:rows], eps=first.eps, offset=first.offset, pdl=call.pdl,
+                )  # fmt: skip
             elif isinstance(each, Normed):
                 self._normed(each, buffers, rows, call)
             elif isinstance(each, Product) and parts is not None:
@@ -345,7 +355,6 @@ class DeviceProgram:
     def _normed(self, each: Normed, buffers: Buffers, rows: int, call: DeviceCall) -> None:
         matrix, out = each.matrix, buffers.of(each.out, rows)
         turn = each.turn
-        # without a branch the compiler lays the row out, and so sums its squares, otherwise than `norm.add_norm`
         gates = each.act is None or linear.gates(matrix, rows)
         if segments.serves(matrix) and rows <= segments.FUSED_ROWS and turn.joins and gates:
             fused = segments.Norm(
@@ -378,9 +387,12 @@ class DeviceProgram:
         )  # fmt: skip
 
     def _join(self, normed: NormOf, turn: Turn, buffers: Buffers, rows: int, pdl: bool) -> None:
+        """h = the norm of x joined with a branch; where none joins it is the embedding's, and lies there."""
+        if not turn.joins:
+            return
         norm.add_norm(
             buffers.x[turn.before][:rows],
-            buffers.y[:rows] if turn.joins else None,
+            buffers.y[:rows],
             turn.post,
             normed.weight,
             buffers.h[:rows],

@@ -34,8 +34,9 @@ def advance_kernel(
 
 @jit
 def finish_greedy_kernel(
-    words, tokens, positions, history, counter, arrived, parts, lanes, steps, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    words, tokens, positions, history, counter, arrived, parts, lanes, steps,
+    ALONE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     nl.let_next_start(PDL)
     lane = tl.program_id(0)
     nl.wait(PDL)
@@ -51,7 +52,9 @@ def finish_greedy_kernel(
     tl.store(history + at % steps * lanes + lane, chosen)
     # every thread has read the counter before the last program to arrive counts on
     tl.debug_barrier()
-    if tl.atomic_add(arrived, 1, sem="acq_rel") == lanes - 1:
+    if ALONE:
+        tl.store(counter, at + 1)
+    elif tl.atomic_add(arrived, 1, sem="acq_rel") == lanes - 1:
         tl.store(arrived, 0)
         tl.store(counter, at + 1)
 
@@ -95,5 +98,5 @@ def finish_greedy(
     block = nl.next_power_of_2(count)
     finish_greedy_kernel[(lanes,)](
         parts.words, tokens, positions, history, counter, _arrived[tokens.device], count, lanes, len(history),
-        BLOCK=block, num_warps=1 if block <= 128 else 8, **nl.launch(pdl),
+        ALONE=lanes == 1, BLOCK=block, num_warps=1 if block <= 128 else 8, **nl.launch(pdl),
     )  # fmt: skip
