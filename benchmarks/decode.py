@@ -11,7 +11,7 @@ from benchmarks.shapes import TITLES, bytes_per_token, kv_bytes
 
 STEPS = 64
 CONTEXTS = {1: 512, 32: 2048}
-LARGE = ("8b", "30b")  # shapes that are measured in bfloat16 alone
+LARGE = ("30b",)  # shapes that are measured in bfloat16 alone
 MANY_ONLY = "8b"  # the shape that is measured with many lanes
 
 
