@@ -104,7 +104,6 @@ def few_rows_kernel(
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     nl.let_next_start(PDL)
-    WHOLE: tl.constexpr = C == 1 and KN == 1024  # a row in one dimension lies as its segments do
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     n = tl.minimum(column, N - 1)  # columns past the end repeat the last one
     m = tl.program_id(1) * L + tl.arange(0, L)
@@ -130,7 +129,7 @@ def few_rows_kernel(
                 low2 = low2 + (scales_of(mins, n + N, begin, K, BITS),)
             else:
                 low2 = low2 + (0.0,)
-        if NORM and not WHOLE:
+        if NORM:
             gains = gains + (offset + tl.load(weight + kk, mask=kk < K, other=0.0),)
             if POST:
                 posts = posts + (offset + tl.load(post + kk, mask=kk < K, other=0.0),)
@@ -138,9 +137,7 @@ def few_rows_kernel(
                 posts = posts + (0.0,)
     i = tl.arange(0, KN)
     whole = i < K
-    gain, after = 0.0, 0.0
-    if NORM and WHOLE:
-        gain = offset + tl.load(weight + i, mask=whole, other=0.0)
+    after = 0.0
     if NORM and POST:
         after = offset + tl.load(post + i, mask=whole, other=0.0)
     dense, dense2, counts = (), (), ()
@@ -156,7 +153,7 @@ def few_rows_kernel(
     # one by one, each thread with its own columns, and put among the rows of the product at the end.
     xs, ys, made, totals = (), (), (), ()
     if NORM:
-        for row in tl.static_range(0 if WHOLE else ROWS):
+        for row in tl.static_range(ROWS):
             for c in tl.static_range(C):
                 kk = s[:, None] * (128 * C) + c * 128 + k[None, :]
                 xs = xs + (tl.load(x + row * K + kk, mask=kk < K, other=0.0),)
@@ -176,9 +173,7 @@ def few_rows_kernel(
             totals = totals + (total,)
             squares = tl.where(whole, total, 0.0)
             r = rms_scale(tl.sum(squares * squares), K, eps)
-            if WHOLE:
-                made = made + (tl.reshape(((total * r) * gain).to(DT), (8, 128)),)
-            for c in tl.static_range(0 if WHOLE else C):
+            for c in tl.static_range(C):
                 v = xs[row * C + c]
                 if JOIN:
                     v = joined(v, ys[row * C + c], scale_y, posts[c], POST)
