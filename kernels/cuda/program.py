@@ -1,7 +1,6 @@
-"""A program of `numem.kernels.operations` as launches on a device.
+"""Runs the launches of a model on a device.
 
-The residual stream x is float32 and lies in two buffers by turns: a launch that joins a branch to x reads the one and
-writes the other, as its programs all read what one of them writes. A layer of few rows is five launches:
+The residual stream x is float32. A layer of few rows is five launches:
 
     [join + norm +] queries, keys, values      q/k norm, rotation, page write, attention      output of attention
     [join + norm +] gate, up, activation       down
@@ -11,222 +10,28 @@ the join of a launch adds what the last product of the block before it gave. For
 are launches of their own; the bits are the same.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from numem.errors import UnsupportedModelError
-from numem.kernels import operations as op
 from numem.kernels.cuda import attention, attention_prefill, embed, gate, head, linear, mixture, norm, rotary, segments
 from numem.kernels.cuda import language as nl
-from numem.kernels.cuda.matrix import Matrix, Stack
+from numem.kernels.cuda.lowering import (
+    Attention,
+    Embedding,
+    Launch,
+    Lowering,
+    Mixed,
+    Normed,
+    NormOf,
+    Product,
+    Turn,
+    matrix_of,
+)
 from numem.kernels.cuda.merging import Parts
-from numem.kernels.cuda.rotary import HeadNorms
-from numem.kernels.mixture import Mixture
-from numem.kernels.program import Op, Program
-
-
-@dataclass(frozen=True, slots=True)
-class NormOf:
-    """A norm of x: weight float32 [hidden]."""
-
-    weight: Tensor
-    eps: float
-    offset: float
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Where x lies before and after a launch, and what joins it: nothing, or `y` through a norm with weight `post`."""
-
-    before: int
-    after: int
-    post: Tensor | None
-
-    @property
-    def joins(self) -> bool:
-        return self.before != self.after
-
-
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """x = rows of a table, times `scale`; h = norm(x)."""
-
-    table: Matrix
-    scale: float
-    norm: NormOf
-
-
-@dataclass(frozen=True, slots=True)
-class Normed:
-    """out = matrix of norm(x), with `act` the gated half of it."""
-
-    matrix: Matrix
-    norm: NormOf
-    turn: Turn
-    out: str
-    act: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """y = matrix of a buffer."""
-
-    matrix: Matrix
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Mixed:
-    """y = a mixture of experts of norm(x)."""
-
-    router: Tensor
-    gate_up: Stack
-    down: Stack
-    top_k: int
-    norm_topk: bool
-    act: str
-    norm: NormOf
-    turn: Turn
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """att = attention of qkv, whose keys and values are written first; `last`: only wanted rows go on from here."""
-
-    rope: op.RopeWrite
-    attend: op.Attend
-    norms: HeadNorms | None
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """h = norm(x), the last hidden state."""
-
-    norm: NormOf
-    turn: Turn
-
-
-Launch = Embedding | Normed | Product | Mixed | Attention | Ending
-
-
-class _Lowering:
-    """Walks the operations once; what is not understood is refused with its name."""
-
-    def __init__(self, program: Program) -> None:
-        self.out: list[Launch] = []
-        self.turn, self.pending = 0, False
-        self.post: Tensor | None = None
-        self.norm: NormOf | None = None
-        self.head_norms: list[op.RmsNorm] = []
-        self.rope: op.RopeWrite | None = None
-        self.head: op.Head | None = None
-        ops = [*program.body, *program.tail]
-        at = 0
-        while at < len(ops):
-            at += self._take(ops, at, len(program.body))
-        self.out.append(Ending(self._norm_of("the final norm"), self._joined()))
-        for each in program.head:
-            if not isinstance(each, op.Head):
-                raise _refused(each)
-            self.head = each
-
-    def _take(self, ops: Sequence[Op], at: int, body: int) -> int:
-        """Take the operation at `at` and what belongs to it; how many."""
-        each = ops[at]
-        after: Any = ops[at + 1] if at + 1 < len(ops) else None
-        if isinstance(each, op.Embed):
-            if not (isinstance(after, op.RmsNorm) and after.residual is None and after.x != after.out):
-                raise _refused(each)
-            norm = NormOf(after.weight, after.eps, after.offset)
-            self.out.append(Embedding(_matrix(each.table), each.scale, norm))
-        elif isinstance(each, op.RmsNorm):
-            self._take_norm(each)
-        elif isinstance(each, op.Matmul):
-            return self._take_product(each, after)
-        elif isinstance(each, Mixture):
-            self._take_mixture(each)
-        elif isinstance(each, op.RopeWrite):
-            self.rope = each
-        elif isinstance(each, op.Attend):
-            assert self.rope is not None
-            self.out.append(Attention(self.rope, each, self._head_norms(), at >= body))
-            self.head_norms = []
-        elif isinstance(each, op.Add):
-            if not self.pending:
-                raise _refused(each)
-        else:
-            raise _refused(each)
-        return 1
-
-    def _take_norm(self, each: op.RmsNorm) -> None:
-        if each.residual is not None:  # the norm of a branch, and its sum with x
-            self.pending, self.post = True, each.weight
-        elif each.x == each.out:
-            last = self.out[-1]
-            if not (isinstance(last, Normed) and last.out == "qkv"):
-                raise _refused(each)
-            self.head_norms.append(each)
-        else:
-            self.norm = NormOf(each.weight, each.eps, each.offset)
-
-    def _take_product(self, each: op.Matmul, after: Any) -> int:
-        matrix = _matrix(each.linear)
-        if self.norm is None:
-            source = "gated" if self.out and isinstance(self.out[-1], Normed) else "attended"
-            self.out.append(Product(matrix, source))
-            self.pending, self.post = True, None
-            return 1
-        gates = isinstance(after, op.Gate)
-        act = after.act if gates else None
-        out = "gated" if gates else "qkv"
-        self.out.append(Normed(matrix, self._norm_of("a product"), self._joined(), out, act))
-        self.norm = None
-        return 2 if gates else 1
-
-    def _take_mixture(self, each: Mixture) -> None:
-        stacks = each.gate_up, each.down
-        if not all(isinstance(stack, Stack) for stack in stacks):
-            raise UnsupportedModelError("device: the experts of a mixture do not lie on a device")
-        gate_up, down = cast(tuple[Stack, Stack], stacks)
-        router = _matrix(each.router).weights
-        norm = self._norm_of("a mixture of experts")
-        self.out.append(Mixed(router, gate_up, down, each.top_k, each.norm_topk, each.act, norm, self._joined()))
-        self.norm, self.pending = None, True
-
-    def _norm_of(self, what: str) -> NormOf:
-        if self.norm is None:
-            raise UnsupportedModelError(
-                f"device: {what} follows no norm of the residual stream; run this model on the CPU"
-            )
-        return self.norm
-
-    def _joined(self) -> Turn:
-        turn = Turn(self.turn, self.turn ^ self.pending, self.post if self.pending else None)
-        self.turn, self.pending, self.post = turn.after, False, None
-        return turn
-
-    def _head_norms(self) -> HeadNorms | None:
-        if not self.head_norms:
-            return None
-        q, k = self.head_norms
-        return HeadNorms(q.weight, k.weight, q.eps, q.offset)
-
-
-def _matrix(linear: Any) -> Matrix:
-    if not isinstance(linear, Matrix):
-        raise UnsupportedModelError(f"device: a {type(linear).__name__} does not lie on a device")
-    return linear
-
-
-def _refused(each: Any) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"device: {type(each).__name__} at this place has no kernel on a GPU; load the model with device='cpu'"
-    )
+from numem.kernels.program import Program
 
 
 @dataclass(slots=True)
@@ -282,7 +87,7 @@ class DeviceProgram:
     """
 
     def __init__(self, program: Program, dtype: torch.dtype, device: torch.device) -> None:
-        lowered = _Lowering(program)
+        lowered = Lowering(program)
         self.launches, self.head = tuple(lowered.out), lowered.head
         self.dtype, self.device = dtype, device
         attended = next(each for each in self.launches if isinstance(each, Attention))
@@ -345,12 +150,12 @@ class DeviceProgram:
     def logits(self, h: Tensor, out: Tensor, limit: int, index: Tensor, value: Tensor, *, pdl: bool = False) -> None:
         """Logits float32 [R, vocab] of last hidden states, and of each row the largest below `limit`."""
         assert self.head is not None
-        head.logits_peaks(h, _matrix(self.head.linear), out, limit, index, value, cap=self.head.cap, pdl=pdl)
+        head.logits_peaks(h, matrix_of(self.head.linear), out, limit, index, value, cap=self.head.cap, pdl=pdl)
 
     def logits_parts(self, h: Tensor, out: Tensor, limit: int, *, pdl: bool = False) -> head.Parts:
         """Logits likewise, and of each row the largest of every tile, for `step.finish_greedy`."""
         assert self.head is not None
-        return head.logits_parts(h, _matrix(self.head.linear), out, limit, cap=self.head.cap, pdl=pdl)
+        return head.logits_parts(h, matrix_of(self.head.linear), out, limit, cap=self.head.cap, pdl=pdl)
 
     def _normed(self, each: Normed, buffers: Buffers, rows: int, call: DeviceCall) -> None:
         matrix, out = each.matrix, buffers.of(each.out, rows)

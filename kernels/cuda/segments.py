@@ -368,8 +368,9 @@ def merges(matrix: Matrix, rows: int, head_dim: int, tiles: int) -> bool:
 
 
 def gates(matrix: Matrix) -> bool:
-    """Whether `few_rows` takes an activation: of four blocks and more, gates and what they gate have no room together."""
-    return blocks(matrix) <= 3
+    """Whether `few_rows` takes an activation: gates and what they gate must have room together, dense weights in shared
+    memory, unpacked ones in registers."""
+    return blocks(matrix) <= (3 if matrix.bits == 16 else 2)
 
 
 def blocks(matrix: Matrix) -> int:

@@ -7,7 +7,7 @@ from triton.runtime.errors import InterpreterError
 from numem.errors import InputError
 from numem.kernels.cuda import chain, gate, linear, segments
 from numem.kernels.cuda.embed import embed
-from numem.kernels.cuda.matrix import Matrix
+from numem.kernels.cuda.matrix import Matrix, codes_of, packed_bytes
 from numem.kernels.cuda.unpack import unpack
 from tests.gpu.matrix_fixtures import bits, packed, rows_of
 
@@ -88,6 +88,8 @@ def test_an_activation_that_finds_no_room(device: torch.device) -> None:
     """Rows of more than 3,072 columns in four blocks, and many rows, take it in a launch of its own."""
     matrix, h = Matrix.dense(torch.zeros((8, 3584), device=device)), torch.zeros((40, 3584), device=device)
     assert not linear.gates(matrix, 1) and linear.gates(Matrix.dense(torch.zeros(8, 3072)), 32)
+    codes = packed(torch.randn((32, 3072)), "q8", torch.float32, device)
+    assert not linear.gates(codes, 1) and linear.gates(packed(torch.randn((32, 2048)), "q8", torch.float32, device), 1)
     assert linear.gates(Matrix.dense(torch.zeros(8, 4096)), 32) and not linear.gates(
         Matrix.dense(torch.zeros(8, 640)), 33
     )
@@ -104,6 +106,43 @@ def test_scales_that_kernels_do_not_multiply_exactly(device: torch.device) -> No
         Matrix.packed(
             codes, torch.full((2, 1), 1.0 + 2.0**-11), units, zero=8, bits=4, dtype=torch.float32, device=device
         )
+
+
+@pytest.mark.parametrize("bits_of_code", [8, 4])
+def test_where_codes_lie(bits_of_code: int) -> None:
+    """Thread t of four holds columns 16 s + 8 h + 2 t + e together: 16 bytes of 64 columns, or of 128 in 4 bits."""
+    codes = torch.randint(0, 1 << bits_of_code, (3, 384), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    held = packed_bytes(codes, bits_of_code)
+    assert held.shape == (3, 384 * bits_of_code // 8) and torch.equal(codes_of(held, bits_of_code), codes)
+    for column in range(384):
+        block, c, s, h, t, e = (
+            column // 128,
+            column // 64 % 2,
+            column // 16 % 4,
+            column // 8 % 2,
+            column // 2 % 4,
+            column % 2,
+        )
+        if bits_of_code == 8:
+            found = held[:, 128 * block + 64 * c + 16 * t + 4 * s + 2 * h + e]
+        else:
+            found = held[:, 64 * block + 16 * t + 8 * c + 4 * (s // 2) + 2 * h + e] >> 4 * (s % 2) & 15
+        assert torch.equal(found, codes[:, column]), column
+
+
+def test_scales_are_halves_where_those_hold_them(device: torch.device) -> None:
+    """float16 where it is exact, also of rows that fill no tile; float32 where units make scales too small for it."""
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 256, (19, 160), generator=generator).to(torch.uint8)
+    scales = (rows_of(generator, 19, 5).abs() + 0.5).half()
+    for unit, held in ((1.0, torch.float16), (2.0**-20, torch.float32)):
+        units = torch.full((19,), unit)
+        matrix = Matrix.packed(codes, scales, units, zero=128, bits=8, dtype=torch.float32, device=device)
+        assert matrix.scales is not None and matrix.scales.dtype is held and matrix.scales.shape == (2, 2, 16, 4)
+        exact = (codes.float() - 128.0) * (scales.float() * unit).repeat_interleave(32, 1)
+        assert torch.equal(matrix.reference().cpu(), exact)
+        whole = unpack(matrix, torch.full((19, 160), torch.nan, device=device))
+        assert torch.equal(bits(whole.cpu()), bits(exact))
 
 
 def test_which_product_serves(device: torch.device) -> None:

@@ -8,7 +8,7 @@ from numem.kernels.cuda import norm, segments
 from numem.kernels.cuda.matrix import Matrix
 from tests.gpu.matrix_fixtures import bits, packed, rows_of
 
-SHAPES = [(160, 48), (640, 64), (1024, 32), (1536, 80)]
+SHAPES = [(160, 50), (640, 64), (1024, 32), (1536, 80)]
 TRUE_SHAPES = [(640, 1536), (1024, 640), (640, 4096), (2048, 640), (1024, 4096), (3072, 1024), (576, 960), (1536, 576)]
 
 
@@ -59,9 +59,20 @@ def test_packed_weights_are_their_dense_ones(
             for rows in (1, 3, 16):
                 h = rows_of(generator, rows, k).to(dtype).to(device)
                 a, b = (torch.full((rows, n), torch.nan, dtype=dtype, device=device) for _ in range(2))
-                segments.few_rows(matrix, a, h=h)
                 segments.few_rows(dense, b, h=h)
-                assert torch.equal(bits(a), bits(b)), (dtype, k, n, rows)
+                for tile in (16, 32) if rows < 16 and k <= 1024 else (16,):
+                    segments.few_rows(matrix, a.fill_(torch.nan), h=h, tile=tile)
+                    assert torch.equal(bits(a), bits(b)), (dtype, k, n, rows, tile)
+
+
+def test_columns_of_a_program() -> None:
+    """Two rows of sixteen where programs of sixteen are more than multiprocessors and both have room."""
+    dense, long = (Matrix.dense(torch.zeros((8, k), dtype=torch.bfloat16)) for k in (1024, 3072))
+    codes = packed(torch.randn((32, 1024)), "q8", torch.bfloat16, torch.device("cpu"))
+    assert segments.columns(dense, 2112, 8, False) == 16 and segments.columns(dense, 2113, 8, False) == 32
+    assert segments.columns(dense, 4096, 8, True) == 32 and segments.columns(dense, 4096, 16, False) == 16
+    assert segments.columns(codes, 4096, 8, False) == 32 and segments.columns(codes, 4096, 8, True) == 16
+    assert segments.columns(long, 4096, 8, False) == 16
 
 
 def _act(x: Tensor, act: str) -> Tensor:
