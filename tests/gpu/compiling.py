@@ -5,10 +5,13 @@ compiled down to machine code by the assembler that comes with Triton, and one l
 """
 
 import re
+import subprocess
+import tempfile
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -29,10 +32,14 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("0.6b", "q8", {}),
     ("270m", "bf16", {}),
     ("30b", "q8", {}),
+    # as Llama 3.2 3B: three blocks of k
+    ("8b", "q8", {"hidden_size": 3072, "num_attention_heads": 24, "intermediate_size": 8192}),
     # as Qwen2.5 7B and Gemma 2 9B: four blocks of k
     ("8b", "bf16", {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}),
 )
 SHARED_MEMORY = 232448  # bytes of a program on that capability
+REGISTERS_ALONE = {"few_rows_kernel"}
+"""Kernels that must not spill: the weights that they hold in registers are ready before their wait."""
 POSITIONS = 1024
 
 
@@ -63,13 +70,13 @@ class Compiler:
 
         def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             kernel = compiler._launch(function, *args, grid=grid, warmup=True, **options)
-            compiler._note(function.__name__, kernel, dependent=options.get("PDL", False))
+            compiler._note(function.__name__, kernel, options)
             return kernel
 
         JITFunction.run = run
         language.PDL_AVAILABLE = True
 
-    def _note(self, name: str, kernel: Any, *, dependent: bool) -> None:
+    def _note(self, name: str, kernel: Any, options: dict[str, Any]) -> None:
         if (name, kernel.hash) in self.compiled:
             return
         self.compiled[name, kernel.hash] = kernel
@@ -77,9 +84,27 @@ class Compiler:
         if not kernel.asm["cubin"] or shared > SHARED_MEMORY:
             raise SystemExit(f"{name}: {shared} bytes of shared memory, {len(kernel.asm['cubin'])} bytes of code")
         self._same_sums(name, kernel.asm["ttgir"])
-        if dependent:
+        registers, stack = self._room(kernel.asm["cubin"])
+        if stack and name in REGISTERS_ALONE:
+            raise SystemExit(f"{name}: {stack} bytes of registers spill, with {options}")
+        if options.get("PDL", False):
             self._waits(name, kernel.asm["ptx"])
-        print(f"{name}: {kernel.metadata.num_warps} warps, {shared} bytes shared", flush=True)
+        print(f"{name}: {kernel.metadata.num_warps} warps, {shared} bytes shared, {registers} registers", flush=True)
+
+    def _room(self, code: bytes) -> tuple[int, int]:
+        """Registers of a thread and bytes of its stack, which has what finds no room in them."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(code)
+            file.flush()
+            said = subprocess.run(
+                [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name],
+                text=True,
+                capture_output=True,
+                check=True,
+            ).stdout
+        found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+        assert found is not None, said
+        return int(found[1]), int(found[2])
 
     def _waits(self, name: str, code: str) -> None:
         """A kernel that may start early waits before it writes anything, and lets the next one start."""
