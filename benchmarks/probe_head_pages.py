@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from numem.kernels.cuda import head, mixture, pages, sampling, step
-from numem.kernels.cuda.matrix import Matrix, Stack, tiled
+from numem.kernels.cuda.matrix import WORDS, Matrix, Stack, tiled
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -46,7 +46,9 @@ def quantised(vocab: int, k: int, bits: int) -> Matrix:
     blocks = -(-k // 128)
     words = torch.randint(-(2**31), 2**31, (vocab, blocks * 4 * bits), dtype=torch.int32, device=DEVICE)
     scales = torch.rand((vocab, blocks * 4), device=DEVICE) * 1e-3
-    return Matrix(vocab, k, words, bits, BF16, scales=tiled(scales.half()), zero=128 if bits == 8 else 8)
+    return Matrix(
+        vocab, k, tiled(words, WORDS), bits, BF16, scales=tiled(scales.half(), 4), zero=128 if bits == 8 else 8
+    )
 
 
 def heads(rate: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from numem.kernels.cuda import chain, linear, norm, segments
-from numem.kernels.cuda.matrix import BLOCK, STEP, Matrix, tiled
+from numem.kernels.cuda.matrix import BLOCK, STEP, WORDS, Matrix, tiled
 from numem.kernels.cuda.unpack import unpack
 
 REAL = torch.cuda.is_available()
@@ -37,7 +37,7 @@ def matrix(n: int, k: int, form: str) -> Matrix:
     bits, blocks = int(form[1:]), -(-k // BLOCK)
     words = torch.randint(-(1 << 31), (1 << 31) - 1, (n, blocks * 4 * bits), dtype=torch.int32, device=DEV)
     scales = (torch.rand((n, blocks * (BLOCK // STEP)), device=DEV) * 0.5 + 0.75) * (k**-0.5 * 12**0.5 / (1 << bits))
-    return Matrix(n, k, words, bits, DT, scales=tiled(scales.half()), zero=1 << (bits - 1))
+    return Matrix(n, k, tiled(words, WORDS), bits, DT, scales=tiled(scales.half(), 4), zero=1 << (bits - 1))
 
 
 def timed(call: Callable[[], None], count: int, repeats: int = 11) -> float:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from numem.kernels.cuda.matrix import BLOCK, STEP, Matrix, Stack, tiled
+from numem.kernels.cuda.matrix import BLOCK, STEP, WORDS, Matrix, Stack, tiled
 from numem.models.architecture.descriptor import FULL, SLIDING, Descriptor
 from numem.models.architecture.reading import read_descriptor
 from numem.models.forward import Experts, Feed, LayerWeights, ModelWeights, NormWeights
@@ -131,7 +131,8 @@ class Random:
         # codes are uniform: their deviation is the range / sqrt(12)
         scale = k**-0.5 * 12**0.5 / (1 << bits)
         spread = torch.rand((n, blocks * (BLOCK // STEP)), device=self.device) * 0.5 + 0.75
-        return Matrix(n, k, words, bits, self.dtype, scales=tiled((spread * scale).half()), zero=zero)
+        scales = tiled((spread * scale).half(), BLOCK // STEP)
+        return Matrix(n, k, tiled(words, WORDS), bits, self.dtype, scales=scales, zero=zero)
 
     def norm(self, width: int, offset: float) -> Tensor:
         """A norm's weight, as the kernel reads it with `offset`."""

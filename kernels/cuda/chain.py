@@ -10,7 +10,7 @@ from torch import Tensor
 from numem.kernels.cuda import language as nl
 from numem.kernels.cuda.language import jit
 from numem.kernels.cuda.matrix import Matrix
-from numem.kernels.cuda.unpack import scales_of, unpacked, words_of
+from numem.kernels.cuda.unpack import scales_of, unpacked, words_at, words_of
 
 Config = tuple[int, int, int, int]
 """Columns, k, warps and stages of a program; changes no bit."""
@@ -36,9 +36,13 @@ def weights_at(w, scales, mins, n, at, K: tl.constexpr, BK: tl.constexpr, BN: tl
 def prefetch(w, n, K: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
     """Ask for the first columns of rows n [BN] of the weights, lines of 128 bytes, to be in the second-level cache."""
     EACH: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
-    ROW: tl.constexpr = K if BITS == 16 else (K + 127) // 128 * 4 * BITS
     LINES: tl.constexpr = COLUMNS * (8 * EACH if BITS == 16 else BITS) // 1024
-    at = n[:, None].to(tl.int64) * ROW + tl.arange(0, LINES)[None, :] * (128 // EACH)
+    line = tl.arange(0, LINES)[None, :]
+    row = n[:, None].to(tl.int64)
+    if BITS == 16:
+        at = row * K + line * (128 // EACH)
+    else:  # those of 16 rows lie together, and each row asks for every sixteenth line
+        at = words_at(row // 16 * 16, K, BITS) + (row % 16 + 16 * line) * 32
     where = (w + at).to(tl.int64)
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [where], tl.int32, False, 1)
 

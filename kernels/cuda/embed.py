@@ -52,7 +52,7 @@ def embed(
     """x float32 [M, K] = rows `tokens` int64 [M] of a table, times `factor`; with `weight` float32 [K], h = DT(norm(x)).
 
     Args:
-        h: DT [M, K]; see `norm.add_norm`. The sum of squares has an order of its own, the same for any number of rows.
+        h: DT [M, K]; see `norm.add_norm`, whose order the sum of squares has.
     """
     none = matrix.weights
     embed_kernel[(len(tokens),)](

@@ -196,6 +196,11 @@ class Lowering:
         return self.norm
 
     def _joined(self) -> Turn:
+        if not self.pending and not isinstance(self.out[-1], Embedding):
+            raise UnsupportedModelError(
+                "device: two norms of one residual stream, with no branch between them, have no kernel on a GPU; load the "
+                "model with device='cpu'"
+            )
         turn = Turn(self.turn, self.turn ^ self.pending, self.post if self.pending else None)
         self.turn, self.pending, self.post = turn.after, False, None
         return turn

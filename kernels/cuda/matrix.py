@@ -1,10 +1,10 @@
 """A weight matrix on a device: dense, or packed codes that kernels turn into dense weights in registers.
 
-Packed: rows of int32 words, padded to blocks of 128 columns, in the order in which the tensor core takes weights from
+Packed: int32 words, rows padded to blocks of 128 columns, in the order in which the tensor core takes weights from
 registers: thread t of the four of a row multiplies columns 16 s + 8 h + 2 t + e, e and h in {0, 1}, so these lie together,
-16 bytes of a thread, and unpacking needs no exchange between threads. `packed_bytes` has the order. A weight is
-DT((code - zero) * scale (+ min)) by block of 32. Scales of 16 rows lie together, block of columns by block, as tiles of
-products read them.
+16 bytes of a thread, and unpacking needs no exchange between threads. `packed_bytes` has the order. What four threads of each
+of 16 rows load at once is 1 KiB in one piece, and so are the scales of these rows (`tiled`). A weight is
+DT((code - zero) * scale (+ min)) by block of 32.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from numem.errors import InputError
 BLOCK = 128
 STEP = 32
 TILE = 16  # rows
+WORDS = 16  # of a row that four threads load at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Matrix:
     """A matrix [N, K] and an optional bias.
 
     Attributes:
-        weights: of `dtype` [N, K]; or int32 [N, ceil(K / 128) * words], packed.
+        weights: of `dtype` [N, K]; or packed, int32 [ceil(N / 16), ceil(K / 128) * bits / 4, 16, 16].
         bits: 16 where dense, else 8 or 4.
         dtype: DT, of the weights as products take them.
         bias: float32 [N], or None.
@@ -75,15 +76,17 @@ class Matrix:
                 f"matrix: codes {tuple(codes.shape)} of {bits} bits with scales {tuple(scales.shape)} and units "
                 f"{tuple(units.shape)}: rows must be whole blocks of {STEP}, bits 4 or 8"
             )
+        # without mins, `unpack` multiplies scales by 2^15 + zero or 2^16 + zero: that product must be exact
         if mins is None and not torch.equal(scales.half().float(), scales.float()):
-            # `unpack` multiplies them by an offset that 11 bits leave room for
             raise InputError(
                 "matrix: scales of more than 11 bits without mins; keep them in float16, or the weights dense"
             )
+        if mins is None and max(_odd((1 << base) + zero) for base in (15, 16)) * 2047 >= 1 << 24:
+            raise InputError(f"matrix: a zero of {zero} without mins; give mins, or keep the weights dense")
         blocks = -(-k // BLOCK)
         padded = torch.full((n, blocks * BLOCK), zero, dtype=torch.uint8, device=codes.device)
         padded[:, :k] = codes
-        words = packed_bytes(padded, bits).view(torch.int32)
+        words = tiled(packed_bytes(padded, bits).view(torch.int32), WORDS)
 
         def spread(small: Tensor | None) -> Tensor | None:
             if small is None:
@@ -91,7 +94,7 @@ class Matrix:
             out = torch.zeros((n, blocks * (BLOCK // STEP)), device=small.device)
             out[:, : k // STEP] = small.float() * units[:, None]
             half = out.half()
-            return tiled(half if torch.equal(half.float(), out) else out).to(device)
+            return tiled(half if torch.equal(half.float(), out) else out, BLOCK // STEP).to(device)
 
         return cls(
             n, k, words.to(device), bits, dtype, bias,
@@ -110,7 +113,7 @@ class Matrix:
             return self.weights
         assert self.scales is not None
         n = self.out_features
-        codes = codes_of(self.weights.view(torch.uint8), self.bits).view(n, -1, STEP)
+        codes = codes_of(rows_of(self.weights, n).view(torch.uint8), self.bits).view(n, -1, STEP)
         values = (codes.int() - self.zero).float()
         scales = rows_of(self.scales, n)[..., None]
         # one rounding of product and sum, as the kernels' fused step
@@ -128,11 +131,10 @@ def packed_bytes(codes: Tensor, bits: int) -> Tensor:
     which the upper half is of the odd s.
     """
     n = len(codes)
-    parts = codes.view(n, -1, 2, 4, 2, 4, 2)  # block, c, s, h, t, e
     if bits == 8:
-        return parts.permute(0, 1, 2, 5, 3, 4, 6).reshape(n, -1)
-    parts = codes.view(n, -1, 2, 2, 2, 2, 4, 2).permute(0, 1, 6, 2, 3, 5, 7, 4)  # block, t, c, s // 2, h, e, s % 2
-    return (parts[..., 0] | parts[..., 1] << 4).reshape(n, -1)
+        return codes.view(n, -1, 2, 4, 2, 4, 2).permute(0, 1, 2, 5, 3, 4, 6).reshape(n, -1)
+    both = codes.view(n, -1, 2, 2, 2, 2, 4, 2).permute(0, 1, 6, 2, 3, 5, 7, 4)
+    return (both[..., 0] | both[..., 1] << 4).reshape(n, -1)
 
 
 def codes_of(packed: Tensor, bits: int) -> Tensor:
@@ -144,16 +146,21 @@ def codes_of(packed: Tensor, bits: int) -> Tensor:
     return both.permute(0, 1, 3, 4, 7, 5, 2, 6).reshape(n, -1)
 
 
-def tiled(scales: Tensor) -> Tensor:
-    """Scales [N, 4 blocks] of rows as [ceil(N / 16), blocks, 16, 4]."""
-    n = len(scales)
-    padded = torch.nn.functional.pad(scales, (0, 0, 0, -n % TILE))
-    return padded.view(-1, TILE, scales.shape[1] // 4, 4).transpose(1, 2).contiguous()
+def _odd(n: int) -> int:
+    """n without its factors of two."""
+    return n // (n & -n)
 
 
-def rows_of(scales: Tensor, n: int) -> Tensor:
-    """Scales [n, 4 blocks] of what `tiled` gave."""
-    return scales.transpose(1, 2).reshape(-1, 4 * scales.shape[1])[:n]
+def tiled(rows: Tensor, width: int) -> Tensor:
+    """Rows [N, groups * width] as [ceil(N / 16), groups, 16, width]; zeros where there are none."""
+    n, across = rows.shape
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -n % TILE))
+    return padded.view(-1, TILE, across // width, width).transpose(1, 2).contiguous()
+
+
+def rows_of(tiles: Tensor, n: int) -> Tensor:
+    """Rows [n, groups * width] of what `tiled` gave."""
+    return tiles.transpose(1, 2).reshape(-1, tiles.shape[1] * tiles.shape[3])[:n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +188,15 @@ class Stack:
             return cls(Matrix.dense(weight), len(matrices))
 
         def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-            return None if parts[0] is None else torch.cat([p for p in parts if p is not None])
-
-        def joined_tiles(parts: Sequence[Tensor | None]) -> Tensor | None:
-            whole = joined([None if p is None else rows_of(p, n) for p in parts])
-            return None if whole is None else tiled(whole)
+            if parts[0] is None:
+                return None
+            given = [p for p in parts if p is not None]
+            if given[0].ndim == 2:  # dense
+                return torch.cat(given)
+            return tiled(torch.cat([rows_of(p, n) for p in given]), given[0].shape[3])
 
         weights = joined([each.weights for each in matrices])
         assert weights is not None
-        scales, mins = joined_tiles([each.scales for each in matrices]), joined_tiles([each.mins for each in matrices])
+        scales, mins = joined([each.scales for each in matrices]), joined([each.mins for each in matrices])
         rows = len(matrices) * n
         return cls(Matrix(rows, k, weights, first.bits, first.dtype, None, scales, mins, first.zero), len(matrices))

@@ -88,7 +88,7 @@ def settled(x, BITS: tl.constexpr, DT: tl.constexpr):
             "mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15; }"
         )
         return tl.inline_asm_elementwise(
-            asm, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x], dtype=x.dtype, is_pure=False, pack=16
+            asm, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", [x], dtype=x.dtype, is_pure=False, pack=16
         )
 
 

@@ -58,7 +58,8 @@ class Inputs:
         codes = self.take(n, k).bitwise_and_((1 << f.code) - 1).to(torch.uint8)
         scales = (1.0 + 0.5 * self.values(n, k // STEP)).to(held)
         mins = (-float(1 << f.code - 1) * scales.float() + self.values(n, k // STEP)).to(held) if f.mins else None
-        units = torch.full((n,), size * 2.0 ** -(f.code - 1), device=self.device)
+        # not so small that float16 would lose bits of the scales, which are kept in it where it does not
+        units = torch.full((n,), max(size * 2.0 ** -(f.code - 1), 2.0**-13), device=self.device)
         return Matrix.packed(
             codes, scales, units, zero=f.zero, bits=f.code, dtype=self.dtype, device=self.device, mins=mins, bias=added
         )

@@ -22,9 +22,9 @@ def words_of(w, n, first, K: tl.constexpr, BITS: tl.constexpr):
         at = n[None, :, None].to(tl.int64) * K + kk[:, None, :]
         return tl.load(w + at, mask=(kk < K)[:, None, :], other=0.0)
     else:
-        row = rows_of(n, BN).to(tl.int64) * (tl.cdiv(K, 128) * (4 * BITS))
-        half = tl.arange(0, BITS // 4)[None, None, None, None, :, None] * 16
-        start = first[None, :, None, None, None, None] // (32 // BITS)
+        row = words_at(rows_of(n, BN).to(tl.int64), K, BITS)
+        half = tl.arange(0, BITS // 4)[None, None, None, None, :, None] * 256
+        start = first[None, :, None, None, None, None] // 128 * (64 * BITS)
         inside = first[None, :, None, None, None, None] < K
         at = row + start + half + tl.arange(0, 16)[None, None, None, None, None, :]
         return tl.load(w + at, mask=inside, other=0)
@@ -49,6 +49,12 @@ def scales_of(scales, n, first, K: tl.constexpr, BITS: tl.constexpr):
         inside = first[None, :, None, None, None, None] < K
         at = row + start + (tl.arange(0, 16) % 4)[None, None, None, None, None, :]
         return tl.load(scales + at, mask=inside, other=0.0)
+
+
+@jit
+def words_at(row, K: tl.constexpr, BITS: tl.constexpr):
+    """Where the words of a row begin, 256 before the next 64 columns (of 8 bits) or 128 (of 4)."""
+    return row // 16 * (tl.cdiv(K, 128) * (64 * BITS)) + row % 16 * 16
 
 
 @jit
@@ -171,13 +177,11 @@ def unpacked(
 @jit
 def unpacked_row(table, scales, mins, row, i, inside, K: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr, DT: tl.constexpr):  # fmt: skip
     """Weights DT at columns i of a row; the layout is that of `Matrix`."""
-    PER: tl.constexpr = 32 // BITS
-    BLOCKS: tl.constexpr = (K + 127) // 128
     if BITS == 8:
-        at, shift = i // 64 * 16 + i // 2 % 4 * 4 + i // 16 % 4, 8 * (i // 8 % 2 * 2 + i % 2)
+        at, shift = i // 64 * 256 + i // 2 % 4 * 4 + i // 16 % 4, 8 * (i // 8 % 2 * 2 + i % 2)
     else:
-        at, shift = i // 128 * 16 + i // 2 % 4 * 4 + i // 32 % 4, 8 * (i // 8 % 2 * 2 + i % 2) + i // 16 % 2 * 4
-    word = tl.load(table + row * (BLOCKS * 128 // PER) + at, mask=inside, other=0)
+        at, shift = i // 128 * 256 + i // 2 % 4 * 4 + i // 32 % 4, 8 * (i // 8 % 2 * 2 + i % 2) + i // 16 % 2 * 4
+    word = tl.load(table + words_at(row, K, BITS) + at, mask=inside, other=0)
     code = (word >> shift) & ((1 << BITS) - 1)
     value = (code - ZERO).to(tl.float32)
     block = scales_at(row, K) + i // 128 * 64 + i // 32 % 4

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.shapes import Random, config_of, descriptor_of, weights_of
 from numem.errors import UnsupportedModelError
+from numem.kernels.cuda.lowering import Lowering
 from numem.kernels.cuda.matrix import Matrix, Stack
+from numem.kernels.operations import Attend, Matmul
 from numem.models.architecture.reading import read_descriptor
 from numem.models.device_transformer import DeviceTransformer
 from numem.models.devices import gpu_refuses
-from numem.models.forward import Experts, ModelWeights
+from numem.models.forward import Experts, ModelWeights, emit
 from numem.models.transformer import Transformer
 from numem.models.weights.checkpoint import Checkpoint
 from numem.models.weights.device_maker import DeviceMaker
@@ -79,6 +82,20 @@ def test_experts_are_stacked(tmp_path: Path, device: torch.device) -> None:
     third = checkpoint.tensor(d.source("expert_down", 0, 2).name)[d.source("expert_down", 0, 2).index]
     at = slice(2 * d.hidden, 3 * d.hidden)
     assert isinstance(feed.down, Stack) and torch.equal(feed.down.matrix.weights[at].cpu(), third.float())
+
+
+def test_two_norms_of_one_residual_stream_are_refused(device: torch.device) -> None:
+    """As of blocks side by side: the first norm is the embedding's, and every other follows a branch."""
+    d = descriptor_of(config_of("0.6b", dry=True))
+    program = emit(d, weights_of(d, Random("bf16", torch.float32, device), 64), "float32", join=False)
+    assert len(Lowering(program).out) > 5
+    body = list(program.body)
+    at = next(i for i, each in enumerate(body) if isinstance(each, Attend))
+    assert isinstance(body[at + 1], Matmul)
+    del body[at + 1]
+    program.body = tuple(body)
+    with pytest.raises(UnsupportedModelError, match="two norms of one residual stream"):
+        Lowering(program)
 
 
 def test_what_is_refused_is_refused_before_weights_are_read(tmp_path: Path) -> None:

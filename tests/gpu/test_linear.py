@@ -9,6 +9,7 @@ from numem.kernels.cuda import chain, gate, linear, segments
 from numem.kernels.cuda.embed import embed
 from numem.kernels.cuda.matrix import Matrix, codes_of, packed_bytes
 from numem.kernels.cuda.unpack import unpack
+from numem.kernels.formats import FORMATS
 from tests.gpu.matrix_fixtures import bits, packed, rows_of
 
 
@@ -106,6 +107,10 @@ def test_scales_that_kernels_do_not_multiply_exactly(device: torch.device) -> No
         Matrix.packed(
             codes, torch.full((2, 1), 1.0 + 2.0**-11), units, zero=8, bits=4, dtype=torch.float32, device=device
         )
+    with pytest.raises(InputError, match="zero of 12"):
+        Matrix.packed(codes, torch.ones((2, 1)), units, zero=12, bits=4, dtype=torch.float32, device=device)
+    for zero in {f.zero for f in FORMATS.values()}:
+        Matrix.packed(codes, torch.ones((2, 1)), units, zero=zero, bits=8, dtype=torch.float32, device=device)
 
 
 @pytest.mark.parametrize("bits_of_code", [8, 4])

@@ -1,7 +1,7 @@
 """Weights on a GPU, in slabs from the mapped checkpoint: the host never holds a second copy of a matrix.
 
-A quantised matrix keeps its codes and scales where a kernel reads them as they are: q8, q4 and q4a with their float16
-scales, q4k with the products of its two scales, which are exact in float32. The blocks of 16 and the 6 bits of q6k have
+A quantised matrix keeps its codes and scales where a kernel reads them as they are: q8, q4 and q4a with their own scales,
+q4k with the products of its two, in float16 where that holds all of a matrix exactly, else in float32. The blocks of 16 and the 6 bits of q6k have
 no kernel: such a matrix is held as the weights that it stands for, rounded to the dtype of products, as those of every
 format are when they are multiplied.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from numem.kernels import formats
-from numem.kernels.cuda.matrix import STEP, Matrix, Stack
+from numem.kernels.cuda.matrix import STEP, TILE, Matrix, Stack
 from numem.kernels.operations import Linear
 
 _SLAB = 32 << 20  # weights that are on their way at a time
@@ -46,15 +46,17 @@ class DeviceMaker:
         f = formats.format_of(format)
         if f.code not in (4, 8) or f.block != STEP:
             return self._plain(format, n, k, planes, bias)
-        whole: list[Tensor] = []
+        words = torch.empty(0)
+        small: list[list[Tensor]] = []
         for rows in _slabs(n, k, formats.COLUMNS):
             part = self._packed(f, k, planes, rows)
-            pieces = [t for t in (part.weights, part.scales, part.mins) if t is not None]
-            if not whole:
-                whole = [torch.empty((n, *t.shape[1:]), dtype=t.dtype, device=self.device) for t in pieces]
-            for all_rows, some in zip(whole, pieces, strict=True):
-                all_rows[rows] = some
-        words, scales, *mins = whole
+            at = rows.start // TILE  # panels are whole tiles
+            if at == 0:
+                words = torch.empty((-(-n // TILE), *part.weights.shape[1:]), dtype=torch.int32, device=self.device)
+            words[at : at + len(part.weights)] = part.weights
+            small.append([t for t in (part.scales, part.mins) if t is not None])
+        # of slabs whose types differ the wider one
+        scales, *mins = (torch.cat(each) for each in zip(*small, strict=True))
         return _linear(
             Matrix(
                 n, k, words, f.code, self.dtype, self._bias(bias), scales, mins[0] if mins else None, f.zero
