@@ -208,9 +208,12 @@ def few_rows_kernel(
         acc = tl.dot(dense[c], a, acc, input_precision=PRECISION)
         if ACT != 0:
             acc2 = tl.dot(dense2[c], a, acc2, input_precision=PRECISION)
-    result, up = in_order(acc, BN, L), 0.0
-    if ACT != 0:
-        up = in_order(acc2, BN, L)
+    result, up = 0.0, 0.0
+    if ACT != 0:  # both in one exchange between the warps
+        both = in_order(tl.reshape(tl.join(acc, acc2), (8, BN, 2 * L)), BN, 2 * L)
+        result, up = tl.split(tl.reshape(both, (BN, L, 2)))
+    else:
+        result = in_order(acc, BN, L)
     result = nl.ended(result, up, bias, n, N, BIAS, ACT, DT)
     mask = inside[None, :] & (column[:, None] < N)
     tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], result.to(OUT), mask=mask)

@@ -1,15 +1,19 @@
 """Linear layers: every product that serves a number of rows gives the same bits."""
 
+from typing import cast
+
 import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
 from numem.errors import InputError
+from numem.kernels import formats
 from numem.kernels.cuda import chain, gate, linear, segments
 from numem.kernels.cuda.embed import embed
 from numem.kernels.cuda.matrix import Matrix, codes_of, packed_bytes
 from numem.kernels.cuda.unpack import unpack
 from numem.kernels.formats import FORMATS
+from numem.models.weights.device_maker import DeviceMaker
 from tests.gpu.matrix_fixtures import bits, packed, rows_of
 
 
@@ -111,6 +115,30 @@ def test_scales_that_kernels_do_not_multiply_exactly(device: torch.device) -> No
         Matrix.packed(codes, torch.ones((2, 1)), units, zero=12, bits=4, dtype=torch.float32, device=device)
     for zero in {f.zero for f in FORMATS.values()}:
         Matrix.packed(codes, torch.ones((2, 1)), units, zero=zero, bits=8, dtype=torch.float32, device=device)
+
+
+@pytest.mark.parametrize("name", ["q8", "q4", "q4a", "q4k"])
+def test_a_matrix_that_was_loaded(
+    name: str, device: torch.device, dtypes: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In slabs, some with scales that float16 does not hold; multiplied as the weights that it stands for."""
+    monkeypatch.setattr("numem.models.weights.device_maker._SLAB", 1 << 13)
+    generator = torch.Generator().manual_seed(6)
+    n, k = 77, 512 if name == "q4k" else 160
+    weight = rows_of(generator, n, k) * torch.logspace(-6, 3, n)[:, None]
+    planes = formats.quantise(weight, name)
+    for dtype in dtypes:
+        matrix = cast(Matrix, DeviceMaker(device, dtype).quantised(name, n, k, planes, None))
+        whole = unpack(matrix, torch.full((n, k), torch.nan, dtype=dtype, device=device))
+        exact = formats.dequantise(planes, name, n, k)
+        torch.testing.assert_close(
+            whole.cpu(), exact.to(dtype), rtol=2.0**-7 if dtype is torch.bfloat16 else 2e-6, atol=1e-9
+        )
+        h = rows_of(generator, 3, k).to(dtype).to(device)
+        a, b = (torch.full((3, n), torch.nan, dtype=dtype, device=device) for _ in range(2))
+        linear.linear(h, matrix, a)
+        linear.linear(h, Matrix.dense(whole), b)
+        assert torch.equal(bits(a), bits(b))
 
 
 @pytest.mark.parametrize("bits_of_code", [8, 4])
