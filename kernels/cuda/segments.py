@@ -74,8 +74,8 @@ def in_order(acc, A: tl.constexpr, B: tl.constexpr):
 def settled(x, BITS: tl.constexpr, DT: tl.constexpr):
     """Unpacked weights x, in registers before the wait that follows.
 
-    The assembler would unpack after the wait, where nothing hides it: so a choice that waits for them, of two ways that
-    are the same, precedes it.
+    The assembler would unpack after the wait, where nothing hides it. So whether a fence, which changes nothing here, stands
+    before the wait is made to depend on them.
     """
     if BITS == 16 or DT == tl.float32 or nl.IN_PYTHON:
         return x
