@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def heads(form: str, rows: int) -> None:
         h = torch.randn((rows, k), device=device).to(torch.bfloat16)
         out = torch.empty((rows, n), device=device)
 
-        def call(config: Config, matrix=matrix, h: Tensor = h, out: Tensor = out) -> None:  # type: ignore[no-untyped-def]
+        def call(config: Config, matrix: Any = matrix, h: Tensor = h, out: Tensor = out) -> None:
             head.logits_parts(h, matrix, out, len(out[0]), config=config, pdl=True)
 
         title = f"head {form} {n} x {k}, {rows} rows, {matrix.nbytes / 1e6:.0f} MB"
@@ -78,7 +79,9 @@ def chains(form: str, rows: int) -> None:
         width = n // 2 if act else n
         out = torch.empty((rows, width), device=device, dtype=torch.bfloat16)
 
-        def call(config: Config, matrices=matrices, h: Tensor = h, out: Tensor = out, act: str | None = act) -> None:  # type: ignore[no-untyped-def]
+        def call(
+            config: Config, matrices: list[Any] = matrices, h: Tensor = h, out: Tensor = out, act: str | None = act
+        ) -> None:
             for matrix in matrices:
                 chain.few_rows(matrix, h, out, act=act, config=config, pdl=True)
 

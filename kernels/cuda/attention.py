@@ -298,5 +298,5 @@ def config(head_dim: int, group: int, programs: int, tiles: int, size: int) -> C
     are few, for the shortest way, else several, whose loads overlap with the work."""
     apart = tiles > 32 and programs < 128
     if tiles * programs < 1024 or size > 2:
-        return Config(8 if head_dim > 128 else 4, 1, 1, apart)  # a tile in registers: with fewer warps it spills
+        return Config(8 if head_dim > 128 else 4, 1, 1, apart)  # a tile in registers
     return Config(4 if group < 16 else 8, 4, 2, apart)
