@@ -14,7 +14,7 @@ from benchmarks.common import Bench, Ceilings, Stat, release, times
 from benchmarks.models import Made
 from benchmarks.shapes import TITLES
 from numem.identity.chain import PAGE_TOKENS
-from numem.kernels.cuda import linear
+from numem.kernels.cuda import head, linear
 from numem.kernels.cuda.matrix import Matrix
 
 LANES = 32
@@ -120,7 +120,11 @@ def _alone(made: Made, context: int, steps: int) -> Tensor:
 
 
 def _cost(bench: Bench, shape: str) -> None:
-    """Products of a step, ours and cuBLAS', as graphs over all layers."""
+    """Products of a step as a step launches them, and cuBLAS' of the same matrices, as graphs over all layers.
+
+    Gates are gated in our product, where a step of so many rows does that, and the head writes float32 and finds the largest
+    logit: cuBLAS does less there.
+    """
     made = Made.of(bench, shape, "bf16", lanes=1, context=16)
     layers = made.weights.layers
     groups: dict[str, list[Matrix]] = {
@@ -136,10 +140,7 @@ def _cost(bench: Bench, shape: str) -> None:
             k, n = matrices[0].in_features, matrices[0].out_features
             h = torch.randn((lanes, k), device=bench.device).to(matrices[0].dtype)
             out = torch.empty((lanes, n), dtype=h.dtype, device=bench.device)
-
-            def ours(m: list[Matrix] = matrices, h: Tensor = h, out: Tensor = out) -> None:
-                for one in m:
-                    linear.linear(h, one, out, pdl=True)
+            ours = _ours(what, matrices, h, made.descriptor.act)
 
             def theirs(m: list[Matrix] = matrices, h: Tensor = h, out: Tensor = out) -> None:
                 for one in m:
@@ -156,6 +157,26 @@ def _cost(bench: Bench, shape: str) -> None:
             f"products of a step, {TITLES[shape]}, {lanes} rows", us=ours_all, cublas_us=theirs_all,
             exact_costs=ours_all / theirs_all - 1,
         )  # fmt: skip
+
+
+def _ours(what: str, matrices: list[Matrix], h: Tensor, act: str) -> Callable[[], None]:
+    """Every matrix times `h`, as a step does it."""
+    lanes, n = len(h), matrices[0].out_features
+    if what == "head":
+        logits = torch.empty((lanes, n), device=h.device)
+
+        def products() -> None:
+            for one in matrices:
+                head.logits_parts(h, one, logits, n, pdl=True)
+    else:
+        gated = act if what == "up" and linear.gates(matrices[0], lanes) else None
+        out = torch.empty((lanes, n // 2 if gated else n), dtype=h.dtype, device=h.device)
+
+        def products() -> None:
+            for one in matrices:
+                linear.linear(h, one, out, act=gated, pdl=True)
+
+    return products
 
 
 def _us(bench: Bench, call: Callable[[], None], count: int) -> float:

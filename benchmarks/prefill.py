@@ -94,7 +94,7 @@ def attention_ms(bench: Bench, made: Made, count: int, window: int) -> tuple[flo
     q = torch.randn((chunk, d.heads * d.head_dim), device=place).to(dtype)
     out = torch.empty_like(q)
     plans = [
-        attention_prefill.plan(np.array([[0, 0, min(chunk, count - at), at]], dtype=np.int32), place)
+        attention_prefill.plan(np.array([[0, 0, min(chunk, count - at), at]], dtype=np.int32), place, d.head_dim)
         for at in range(0, count, chunk)
     ]
 

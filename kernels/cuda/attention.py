@@ -47,6 +47,16 @@ class Scratch:
 
 
 @jit
+def pages_of(table, tile, seen, TILE: tl.constexpr):
+    """Pages [TILE] of the keys of a tile that are seen, else 0.
+
+    Loops over tiles load them one tile ahead: if the compiler did, it would wait for them, and so for all keys and values
+    that it had asked for before them.
+    """
+    return tl.load(table + (tile * TILE + tl.arange(0, TILE)) // 16, mask=seen, other=0)
+
+
+@jit
 def scores(q, k, scale, cap, CAP: tl.constexpr, PRECISION: tl.constexpr):
     """q k^T, or that scaled and soft-capped; [rows, keys]."""
     return capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, CAP)
@@ -168,11 +178,13 @@ def decode_kernel(
                 to = out + lane * (HEADS * D) + (kv_head * GROUP + i)[:, None] * D + d[None, :]
                 tl.store(to, (a / first_column(l8)[:, None]).to(DT), mask=rows[:, None] & wide[None, :])
         else:
+            # pages one tile ahead, by the loop itself; see `pages_of`
+            following = pages_of(table, begin, (begin * TILE + j <= position) & (begin * TILE + j >= low), TILE)
             for tile in tl.range(begin, end, num_stages=STAGES):
                 key = tile * TILE + j
                 seen = (key <= position) & (key >= low)
-                page = tl.load(table + key // 16, mask=seen, other=0).to(tl.int64)
-                at = (page * KV + kv_head) * (16 * D) + (key % 16) * D
+                at = (following.to(tl.int64) * KV + kv_head) * (16 * D) + (key % 16) * D
+                following = pages_of(table, tile + 1, key + TILE <= position, TILE)
                 both = seen[:, None] & wide[None, :]
                 k = tl.load(k_pages + at[:, None] + d[None, :], mask=both, other=0.0)
                 v = tl.load(v_pages + at[:, None] + d[None, :], mask=both, other=0.0)
@@ -295,8 +307,8 @@ class Config:
 
 def config(head_dim: int, group: int, programs: int, tiles: int, size: int) -> Config:
     """What suits so many tiles of so many (lane, key head), `size` bytes a component: one tile a program where programs
-    are few, for the shortest way, else several, whose loads overlap with the work."""
+    are few, for the shortest way, else several, of which a multiprocessor has three that wait by turns."""
     apart = tiles > 32 and programs < 128
     if tiles * programs < 1024 or size > 2:
         return Config(8 if head_dim > 128 else 4, 1, 1, apart)  # a tile in registers
-    return Config(4 if group < 16 else 8, 4, 2, apart)
+    return Config(4 if group < 16 else 8, 2 if programs <= 16 else 4, 2, apart)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from numem.errors import InputError
 from numem.kernels.cuda import language as nl
-from numem.kernels.cuda.attention import scores, unit_of, weigh
+from numem.kernels.cuda.attention import pages_of, scores, unit_of, weigh
 from numem.kernels.cuda.language import jit
 from numem.kernels.cuda.merging import first_column, merge
 
@@ -24,8 +24,10 @@ class Plan:
     rows: int
 
 
-def plan(spans: np.ndarray, device: torch.device, rows: int = 128) -> Plan:
-    """Cut spans (lane, first row, rows, first position), int32 [S, 4], into blocks of up to `rows` rows."""
+def plan(spans: np.ndarray, device: torch.device, head_dim: int, rows: int = 0) -> Plan:
+    """Cut spans (lane, first row, rows, first position), int32 [S, 4], into blocks of up to `rows` rows, or as many as suit
+    heads of `head_dim`."""
+    rows = rows or (128 if head_dim <= 128 else 64)
     blocks = [
         (lane, first + at, min(rows, count - at), position + at)
         for lane, first, count, position in spans.tolist()
@@ -36,28 +38,34 @@ def plan(spans: np.ndarray, device: torch.device, rows: int = 128) -> Plan:
 
 
 @jit
+def seen_of(tile, low, end, TILE: tl.constexpr):
+    """Which keys [TILE] of a tile lie in [low, end): what pages hold outside of it is anything."""
+    key = tile * TILE + tl.arange(0, TILE)
+    return (key >= low) & (key < end)
+
+
+@jit
 def one_tile(
-    m, l, a, queries, position, k_pages, v_pages, table, tile, kv_head, low, end, scale, unit, cap,
+    m, l, a, queries, position, k_pages, v_pages, page, tile, kv_head, low, end, scale, unit, cap,
     MASKED: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
     TILE: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state after one more tile, of which every row sees all keys, unless it is MASKED."""
-    key = tile * TILE + tl.arange(0, TILE)
+    j = tl.arange(0, TILE)
+    key = tile * TILE + j
     d = tl.arange(0, DP)
     wide = (d < D)[None, :]
     if MASKED:
-        inside = (key >= low) & (key < end)  # what pages hold outside of it is anything
-        page = tl.load(table + key // 16, mask=inside, other=0).to(tl.int64)
-        wide = inside[:, None] & wide
-    else:
-        page = tl.load(table + key // 16).to(tl.int64)
-    at = ((page * KV + kv_head) * 16 + key % 16) * D
+        wide = seen_of(tile, low, end, TILE)[:, None] & wide
+    # where a page begins, and apart from it what is the same in every tile
+    within = ((kv_head * 16 + j % 16) * D)[:, None] + d[None, :]
+    at = page.to(tl.int64)[:, None] * (KV * 16 * D)
     if MASKED or D < DP:
-        k = tl.load(k_pages + at[:, None] + d[None, :], mask=wide, other=0.0)
-        v = tl.load(v_pages + at[:, None] + d[None, :], mask=wide, other=0.0)
+        k = tl.load(k_pages + within + at, mask=wide, other=0.0)
+        v = tl.load(v_pages + within + at, mask=wide, other=0.0)
     else:
-        k = tl.load(k_pages + at[:, None] + d[None, :])
-        v = tl.load(v_pages + at[:, None] + d[None, :])
+        k = tl.load(k_pages + within + at)
+        v = tl.load(v_pages + within + at)
     s = scores(queries, k, scale, cap, CAP, PRECISION)
     if MASKED:
         seen = key[None, :] <= position[:, None]
@@ -100,19 +108,25 @@ def prefill_kernel(
     if WINDOW > 0:
         edge = tl.minimum(tl.maximum((end - WINDOW + TILE - 1) // TILE, tile), (end + TILE - 1) // TILE)
         for t in tl.range(tile, edge, num_stages=1):
+            page = pages_of(table, t, seen_of(t, low, end, TILE), TILE)
             m, l, a = one_tile(
-                m, l, a, queries, position, k_pages, v_pages, table, t, kv_head, low, end, scale, unit, cap,
+                m, l, a, queries, position, k_pages, v_pages, page, t, kv_head, low, end, scale, unit, cap,
                 True, KV, D, DP, CAP, WINDOW, TILE, DT, PRECISION,
             )  # fmt: skip
         tile = edge
+    none = tl.zeros([TILE], tl.int32)
+    following = pages_of(table, tile, none + tile < whole, TILE)
     for t in tl.range(tile, whole, num_stages=STAGES):
+        page = following
+        following = pages_of(table, t + 1, none + t + 1 < whole, TILE)
         m, l, a = one_tile(
-            m, l, a, queries, position, k_pages, v_pages, table, t, kv_head, low, end, scale, unit, cap,
+            m, l, a, queries, position, k_pages, v_pages, page, t, kv_head, low, end, scale, unit, cap,
             False, KV, D, DP, CAP, WINDOW, TILE, DT, PRECISION,
         )  # fmt: skip
     for t in tl.range(tl.maximum(tile, whole), (end + TILE - 1) // TILE, num_stages=1):
+        page = pages_of(table, t, seen_of(t, low, end, TILE), TILE)
         m, l, a = one_tile(
-            m, l, a, queries, position, k_pages, v_pages, table, t, kv_head, low, end, scale, unit, cap,
+            m, l, a, queries, position, k_pages, v_pages, page, t, kv_head, low, end, scale, unit, cap,
             True, KV, D, DP, CAP, WINDOW, TILE, DT, PRECISION,
         )  # fmt: skip
     total = first_column(l)[:, None]  # 0 of rows past the end that see nothing
@@ -163,8 +177,8 @@ def prefill(
             f"must be [rows, {heads} x {head_dim}] and [pages, {kv_heads}, 16, {head_dim}] of one type, blocks of "
             f"{plan.rows} rows at most {rows}"
         )
-    # how many tiles have room in shared memory; of wide heads three have, and are slower
-    fits = 1 if q.element_size() == 4 else 3 if head_dim <= 128 else 2
+    # how many tiles have room in shared memory
+    fits = 1 if q.element_size() == 4 else 3 if rows * head_dim <= 128 * 128 else 2
     prefill_kernel[(heads, len(plan.blocks))](
         q, k_layer, v_layer, tables, plan.blocks, out, tables.shape[1], scale, softcap,
         HEADS=heads, KV=kv_heads, D=head_dim, DP=nl.next_power_of_2(head_dim), BM=rows, CAP=softcap > 0, WINDOW=window,

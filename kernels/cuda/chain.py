@@ -6,6 +6,7 @@ The library's product of many rows walks k the same way wherever it does not spl
 
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from numem.kernels.cuda import language as nl
 from numem.kernels.cuda.language import jit
@@ -49,10 +50,10 @@ def prefetch(w, n, K: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
 
 @jit
 def chain_kernel(
-    h, w, scales, mins, bias, out, rows, N,
+    h, w, block, scales, mins, bias, out, rows, N,
     K: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     BIAS: tl.constexpr, ACT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, MINS: tl.constexpr,
-    DT: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    DESCRIBED: tl.constexpr, DT: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     n = tl.minimum(column, N - 1)
@@ -69,10 +70,16 @@ def chain_kernel(
     for at in tl.range(0, K, BK, num_stages=STAGES):
         k = at + tl.arange(0, BK)
         a = tl.load(h + m[None, :].to(tl.int64) * K + k[:, None], mask=inside[None, :] & (k < K)[:, None], other=0.0)
-        b = weights_at(w, scales, mins, n, at, K, BK, BN, BITS, ZERO, MINS, DT)
+        if DESCRIBED:  # rows past the end are not stored
+            b = block.load([tl.program_id(0) * BN, at])
+        else:
+            b = weights_at(w, scales, mins, n, at, K, BK, BN, BITS, ZERO, MINS, DT)
         acc = tl.dot(b, a, acc, input_precision=PRECISION)
         if ACT != 0:
-            b2 = weights_at(w, scales, mins, n + N, at, K, BK, BN, BITS, ZERO, MINS, DT)
+            if DESCRIBED:
+                b2 = block.load([tl.program_id(0) * BN + N, at])
+            else:
+                b2 = weights_at(w, scales, mins, n + N, at, K, BK, BN, BITS, ZERO, MINS, DT)
             acc2 = tl.dot(b2, a, acc2, input_precision=PRECISION)
     # not before: programs of the next kernel would lie on some multiprocessors while others have yet to take this one's
     nl.let_next_start(PDL)
@@ -99,12 +106,14 @@ def few_rows(
     lanes = 8 if rows <= 8 else 16 if rows <= 16 else 32
     bn, bk, warps, stages = config or settings(matrix, width, lanes, act is not None)
     none = out
+    described = matrix.bits == 16 and nl.describable(matrix.weights)
     chain_kernel[(nl.cdiv(width, bn), nl.cdiv(rows, lanes))](
-        h, matrix.weights, none if matrix.scales is None else matrix.scales,
+        h, matrix.weights, TensorDescriptor.from_tensor(matrix.weights, [bn, bk]) if described else none,
+        none if matrix.scales is None else matrix.scales,
         none if matrix.mins is None else matrix.mins, none if matrix.bias is None else matrix.bias, out, rows, width,
         K=matrix.in_features, L=lanes, BN=bn, BK=bk, STAGES=stages, BIAS=matrix.bias is not None,
         ACT=0 if act is None else nl.ACTIVATIONS[act], BITS=matrix.bits, ZERO=matrix.zero, MINS=matrix.mins is not None,
-        DT=nl.TYPES[matrix.dtype], OUT=nl.TYPES[out.dtype],
+        DESCRIBED=described, DT=nl.TYPES[matrix.dtype], OUT=nl.TYPES[out.dtype],
         PRECISION=nl.precision(matrix.dtype), num_warps=warps,
         **nl.EXACT, **nl.launch(pdl),
     )  # fmt: skip
@@ -113,7 +122,7 @@ def few_rows(
 _SETTINGS: dict[tuple[bool, bool], tuple[Config, Config, Config, Config]] = {
     # packed, more than 8 lanes: gated; wide; between; narrow
     (False, False): ((16, 128, 2, 3), (32, 128, 4, 4), (16, 256, 2, 6), (32, 256, 2, 5)),
-    (False, True): ((32, 128, 2, 3), (32, 128, 2, 3), (16, 128, 2, 6), (32, 128, 4, 6)),
+    (False, True): ((64, 128, 4, 4), (64, 128, 4, 4), (32, 128, 2, 6), (32, 256, 2, 5)),
     (True, False): ((16, 128, 1, 4), (16, 128, 1, 6), (16, 128, 1, 6), (16, 128, 1, 6)),
     (True, True): ((32, 128, 2, 3), (32, 128, 2, 4), (16, 128, 1, 6), (32, 128, 4, 4)),
 }

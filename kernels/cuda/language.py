@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Python on CPU tensors (TRITON_INTERPRET=1 before the first import of triton)."""
@@ -22,6 +23,9 @@ PDL_AVAILABLE: bool = (
 )
 """Whether every GPU here has programmatic dependent launch."""
 
+DESCRIPTORS: bool = INTERPRETED or PDL_AVAILABLE
+"""Whether every GPU here has a unit that copies blocks of matrices by descriptors."""
+
 
 def tile_keys(head_dim: int) -> int:
     """Keys of an attention tile, at absolute multiples: part of the numeric policy.
@@ -30,6 +34,12 @@ def tile_keys(head_dim: int) -> int:
     to its tensor cores in about a microsecond.
     """
     return 128 if head_dim <= 128 else 64
+
+
+def describable(matrix: Tensor) -> bool:
+    """Whether blocks of a contiguous matrix [N, K] are copied by descriptors: rows must begin at multiples of 16 bytes.
+    Threads then have nothing to do but to multiply."""
+    return DESCRIPTORS and matrix.shape[1] * matrix.element_size() % 16 == 0
 
 
 MULTIPROCESSORS = 132

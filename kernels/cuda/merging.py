@@ -69,11 +69,17 @@ def both_of(word):
 
 @jit
 def end_tile(m, l8, a, part_ml, part_a, part, rows, D: tl.constexpr, DP: tl.constexpr):
-    """Leave the result of a tile for whoever merges: row i, where rows[i], at part[i]."""
+    """Leave the result of a tile for whoever merges: row i, where rows[i], at part[i].
+
+    It is read soon, and its place written again by the next layer: keys and values, which pass once, must not drive it out
+    of the cache.
+    """
     d = tl.arange(0, DP)
     two = tl.arange(0, 8)[None, :]
-    tl.store(part_ml + part[:, None] * 2 + two, tl.where(two == 0, m[:, None], l8), mask=rows[:, None] & (two < 2))
-    tl.store(part_a + part[:, None] * D + d[None, :], a, mask=rows[:, None] & (d < D)[None, :])
+    ml, mask = tl.where(two == 0, m[:, None], l8), rows[:, None] & (two < 2)
+    tl.store(part_ml + part[:, None] * 2 + two, ml, mask=mask, eviction_policy="evict_last")
+    mask = rows[:, None] & (d < D)[None, :]
+    tl.store(part_a + part[:, None] * D + d[None, :], a, mask=mask, eviction_policy="evict_last")
 
 
 @jit

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from numem.errors import InputError
 from numem.kernels.cuda import language as nl
@@ -27,6 +28,9 @@ WARPS = nl.NORM_WARPS
 FEW = 32  # rows that the kernel of few rows serves
 FUSED_ROWS = 4  # rows that a program prepares one by one, with their norms
 MERGED = 16  # tiles, times rows, times blocks of columns, that a program merges at most
+
+Config = tuple[int, int, int, int, int]
+"""Rows, columns, k, warps and stages of a program of `many_rows`; changes no bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,24 +231,28 @@ def few_rows_kernel(
 def many_rows_kernel(
     h, w, bias, out, M, N,
     K: tl.constexpr, SEGMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, DESCRIBED: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     across = tl.cdiv(N, BN)
     down = tl.cdiv(M, BM)
     group = pid // (GROUP * across)
     height = tl.minimum(down - group * GROUP, GROUP)
-    m = (group * GROUP + pid % (GROUP * across) % height) * BM + tl.arange(0, BM)
-    n = pid % (GROUP * across) // height * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    # rows and columns past the end repeat the last ones and are not stored
-    hp = h + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k[None, :]
-    wp = w + tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + k[:, None]
+    first_m, first_n = (group * GROUP + pid % (GROUP * across) % height) * BM, pid % (GROUP * across) // height * BN
+    m, n = first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
+    if not DESCRIBED:
+        k = tl.arange(0, BK)
+        # rows and columns past the end repeat the last ones and are not stored
+        hp = h + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k[None, :]
+        wp = w + tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + k[:, None]
     total = tl.zeros([BM, BN], tl.float32)
     acc = tl.zeros([BM, BN], tl.float32)
     # one loop over all of k, so that the loads of a segment are under way while the one before is multiplied
     for at in tl.range(0, K, BK):
-        if K % BK == 0:
+        if DESCRIBED:  # zeros past every end
+            a = h.load([first_m, at])
+            b = tl.trans(w.load([first_n, at]))
+        elif K % BK == 0:
             a = tl.load(hp + at)
             b = tl.load(wp + at)
         else:
@@ -348,20 +356,40 @@ def few_rows(
     )
 
 
-def many_rows(weight: Tensor, bias: Tensor | None, h: Tensor, out: Tensor) -> None:
+def many_rows(weight: Tensor, bias: Tensor | None, h: Tensor, out: Tensor, *, config: Config | None = None) -> None:
     """out DT [M, N] = h [M, K] @ weight [N, K].T (+ bias), bit for bit as the products of few rows.
 
     K >= 4096 is one segment.
+
+    Args:
+        config: rows, columns, k, warps and stages of a program, else by `settings`.
     """
     rows, k = h.shape
     n = len(weight)
     length = segment(k) if k < LONG else k
-    bm, bn, bk, warps = (128, 64, 64, 4) if weight.dtype.itemsize == 2 else (32, 32, 32, 4)
+    bm, bn, bk, warps, stages = config or settings(weight, rows)
+    described = nl.describable(weight)
     many_rows_kernel[(nl.cdiv(rows, bm) * nl.cdiv(n, bn),)](
-        h, weight, out if bias is None else bias, out, rows, n,
-        K=k, SEGMENT=length, BM=bm, BN=bn, BK=bk, GROUP=8, BIAS=bias is not None,
-        DT=nl.TYPES[weight.dtype], PRECISION=nl.precision(weight.dtype), num_warps=warps, num_stages=4,
+        TensorDescriptor.from_tensor(h, [bm, bk]) if described else h,
+        TensorDescriptor.from_tensor(weight, [bn, bk]) if described else weight,
+        out if bias is None else bias, out, rows, n,
+        K=k, SEGMENT=length, BM=bm, BN=bn, BK=bk, GROUP=8, BIAS=bias is not None, DESCRIBED=described,
+        DT=nl.TYPES[weight.dtype], PRECISION=nl.precision(weight.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+def settings(weight: Tensor, rows: int) -> Config:
+    """Of `many_rows`, by what was measured on an H200: large tiles where they are two for every multiprocessor, as each
+    number is read from shared memory for more products; else the largest that leaves few multiprocessors idle."""
+    n, k = weight.shape
+    if weight.dtype.itemsize == 4:
+        return 32, 32, 32, 4, 4
+    if nl.cdiv(rows, 128) * nl.cdiv(n, 128) >= 2 * nl.MULTIPROCESSORS:
+        return (128, 128, 128, 8, 3) if min(n, k) >= 1024 else (64, 128, 64, 4, 3)
+    for columns in (128, 64):
+        if nl.cdiv(rows, 64) * nl.cdiv(n, columns) >= nl.MULTIPROCESSORS * 2 // 3:
+            return 64, columns, 128, 4, 4
+    return 64, 32, 128, 4, 4 if k < 2048 else 6
 
 
 def merges(matrix: Matrix, rows: int, head_dim: int, tiles: int) -> bool:

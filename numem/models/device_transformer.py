@@ -182,4 +182,4 @@ class DeviceTransformer:
         starts = np.flatnonzero(np.r_[True, (np.diff(lane) != 0) | (np.diff(positions) != 1)])
         counts = np.diff(np.r_[starts, len(lane)])
         spans = np.stack([lane[starts], starts, counts, positions[starts]], 1).astype(np.int32)
-        return attention_prefill.plan(spans, self.device, 64 if self.head_dim > 128 else 128)
+        return attention_prefill.plan(spans, self.device, self.head_dim)

@@ -74,7 +74,7 @@ class Compiler:
             return kernel
 
         JITFunction.run = run
-        language.PDL_AVAILABLE = True
+        language.PDL_AVAILABLE = language.DESCRIPTORS = True
 
     def _note(self, name: str, kernel: Any, options: dict[str, Any]) -> None:
         if (name, kernel.hash) in self.compiled:

@@ -94,7 +94,7 @@ class Case:
             spans = np.array([(lane, starts[i], b - a, a) for i, (lane, a, b) in enumerate(parts)], dtype=np.int32)
             out = torch.full_like(q, torch.nan)
             attention_prefill.prefill(
-                q, self.k, self.v, self.tables, attention_prefill.plan(spans, self.device), out,
+                q, self.k, self.v, self.tables, attention_prefill.plan(spans, self.device, self.shape.head_dim), out,
                 **self.shape.sizes, scale=self.scale, window=self.shape.window, softcap=self.shape.softcap,
             )  # fmt: skip
             for i, (lane, a, b) in enumerate(parts):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from numem.kernels.cuda import language as nl
 from numem.kernels.cuda import norm, segments
 from numem.kernels.cuda.matrix import Matrix
 from tests.gpu.matrix_fixtures import bits, packed, rows_of
@@ -44,6 +45,42 @@ def test_few_rows_equal_torch_and_many_rows(
                         assert torch.equal(bits(few), bits(many[rows])), (dtype, k, n, rows, tile)
                     else:
                         torch.testing.assert_close(few, many[rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "described"), [(576, 96, True), (640, 200, False), (102, 40, True), (3072, 72, True)]
+)
+def test_many_rows_in_any_tile(
+    k: int, n: int, described: bool, device: torch.device, big: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it change a bit who copies the blocks; rows of 102 numbers are copied by threads."""
+    generator = torch.Generator().manual_seed(5)
+    dtype, rows = (torch.bfloat16, 300) if big else (torch.float32, 70)
+    weight = (rows_of(generator, n, k) * 0.05).to(dtype).to(device)
+    h = rows_of(generator, rows, k).to(dtype).to(device)
+    assert nl.describable(weight) is (nl.DESCRIPTORS and k != 102)
+    few = torch.full((3, n), torch.nan, dtype=dtype, device=device)
+    segments.few_rows(Matrix.dense(weight), few, h=h[-3:].contiguous())
+    monkeypatch.setattr(nl, "DESCRIPTORS", described and nl.DESCRIPTORS)
+    for config in ((128, 128, 128, 8, 3), (64, 128, 64, 4, 3), (64, 64, 128, 4, 4), (64, 32, 128, 4, 6)):
+        many = torch.full((rows, n), torch.nan, dtype=dtype, device=device)
+        segments.many_rows(weight, None, h, many, config=config)
+        if device.type == "cuda":
+            assert torch.equal(bits(many[-3:]), bits(few)), config
+        else:
+            torch.testing.assert_close(many[-3:], few, rtol=1e-5, atol=1e-5)
+
+
+def test_settings_of_many_rows() -> None:
+    """Large tiles where there are enough of them, small ones of few rows, and memory for no more than a device has."""
+    wide, narrow = (torch.empty((n, 1024), dtype=torch.bfloat16, device="meta") for n in (6144, 1024))
+    assert segments.settings(wide, 8192)[:2] == (128, 128) and segments.settings(narrow, 8192)[:2] == (128, 128)
+    assert segments.settings(narrow, 1024)[:2] == (64, 128) and segments.settings(wide, 64)[:2] == (64, 64)
+    assert segments.settings(narrow, 64)[:2] == (64, 32)
+    for rows in (33, 64, 100, 512, 8192):
+        for weight in (wide, narrow):
+            bm, bn, bk, _, stages = segments.settings(weight, rows)
+            assert (bm + bn) * bk * 2 * stages <= 227 << 10
 
 
 @pytest.mark.parametrize("name", ["q8", "q4", "q4a"])
