@@ -166,6 +166,8 @@ def settings(matrix: Matrix, rows: int) -> Config:
         return 64, 128, 2 if rows <= 8 else 4, 3
     if matrix.dtype.itemsize == 4:
         return 32, 32, 4, 2
+    if 8 < rows <= 32 and matrix.in_features < 1024:
+        return 64, 128, 2, 3
     return 64, 128, 4, 4 if rows <= 32 else 3  # as many as leave room for a second program
 
 
