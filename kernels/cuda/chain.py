@@ -121,7 +121,7 @@ def few_rows(
 
 _SETTINGS: dict[tuple[bool, bool], tuple[Config, Config, Config, Config]] = {
     # packed, more than 8 lanes: gated; wide; between; narrow
-    (False, False): ((16, 128, 2, 3), (32, 128, 4, 4), (16, 256, 2, 6), (32, 256, 2, 5)),
+    (False, False): ((16, 128, 2, 3), (32, 128, 4, 4), (16, 128, 1, 6), (16, 128, 1, 8)),
     (False, True): ((64, 128, 4, 4), (64, 128, 4, 4), (32, 128, 2, 6), (32, 256, 2, 5)),
     (True, False): ((16, 128, 1, 4), (16, 128, 1, 6), (16, 128, 1, 6), (16, 128, 1, 6)),
     (True, True): ((32, 128, 2, 3), (32, 128, 2, 4), (16, 128, 1, 6), (32, 128, 4, 4)),
@@ -129,10 +129,11 @@ _SETTINGS: dict[tuple[bool, bool], tuple[Config, Config, Config, Config]] = {
 
 
 def settings(matrix: Matrix, width: int, lanes: int, gated: bool) -> Config:
-    """Columns, k, warps and stages of a program: all programs of a narrow matrix at once, as many on each multiprocessor.
+    """Columns, k, warps and stages of a program, as measured on an H200 at the shapes of Llama-3.1-8B.
 
-    Measured on an H200 at the shapes of Llama-3.1-8B. Two warps multiply 32 columns; more of them would only wait for each
-    other. Packed weights are unpacked by the warp that multiplies them, so more and smaller programs share the work.
+    A warp multiplies 16 columns; more of them would only wait for each other. Of few lanes, small programs lie several on a
+    multiprocessor and wait by turns; of many, larger ones read the rows less often. Packed weights are unpacked by the warp
+    that multiplies them, so more and smaller programs share the work.
     """
     if matrix.dtype.itemsize == 4 and matrix.bits == 16:
         return 32, 128, 4, 2

@@ -368,7 +368,8 @@ def many_rows(weight: Tensor, bias: Tensor | None, h: Tensor, out: Tensor, *, co
     n = len(weight)
     length = segment(k) if k < LONG else k
     bm, bn, bk, warps, stages = config or settings(weight, rows)
-    described = nl.describable(weight)
+    # descriptors take the host 15 us, longer than products of fewer rows take the device
+    described = rows >= 1024 and nl.describable(weight)
     many_rows_kernel[(nl.cdiv(rows, bm) * nl.cdiv(n, bn),)](
         TensorDescriptor.from_tensor(h, [bm, bk]) if described else h,
         TensorDescriptor.from_tensor(weight, [bn, bk]) if described else weight,
