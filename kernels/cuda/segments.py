@@ -27,6 +27,7 @@ BLOCK = 128  # columns of k that a warp loads at once
 WARPS = nl.NORM_WARPS
 FEW = 32  # rows that the kernel of few rows serves
 FUSED_ROWS = 4  # rows that a program prepares one by one, with their norms
+DESCRIBED = 1024  # rows from which on descriptors are worth the 15 us that they take the host
 MERGED = 16  # tiles, times rows, times blocks of columns, that a program merges at most
 
 Config = tuple[int, int, int, int, int]
@@ -368,8 +369,7 @@ def many_rows(weight: Tensor, bias: Tensor | None, h: Tensor, out: Tensor, *, co
     n = len(weight)
     length = segment(k) if k < LONG else k
     bm, bn, bk, warps, stages = config or settings(weight, rows)
-    # descriptors take the host 15 us, longer than products of fewer rows take the device
-    described = rows >= 1024 and nl.describable(weight)
+    described = rows >= DESCRIBED and nl.describable(weight)
     many_rows_kernel[(nl.cdiv(rows, bm) * nl.cdiv(n, bn),)](
         TensorDescriptor.from_tensor(h, [bm, bk]) if described else h,
         TensorDescriptor.from_tensor(weight, [bn, bk]) if described else weight,

@@ -59,9 +59,9 @@ def test_many_rows_in_any_tile(
     weight = (rows_of(generator, n, k) * 0.05).to(dtype).to(device)
     h = rows_of(generator, rows, k).to(dtype).to(device)
     assert nl.describable(weight) is (nl.DESCRIPTORS and k != 102)
+    monkeypatch.setattr(segments, "DESCRIBED", 1 if described else rows + 1)
     few = torch.full((3, n), torch.nan, dtype=dtype, device=device)
     segments.few_rows(Matrix.dense(weight), few, h=h[-3:].contiguous())
-    monkeypatch.setattr(nl, "DESCRIPTORS", described and nl.DESCRIPTORS)
     for config in ((128, 128, 128, 8, 3), (64, 128, 64, 4, 3), (64, 64, 128, 4, 4), (64, 32, 128, 4, 6)):
         many = torch.full((rows, n), torch.nan, dtype=dtype, device=device)
         segments.many_rows(weight, None, h, many, config=config)
